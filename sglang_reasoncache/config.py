@@ -351,11 +351,13 @@ class ResolvedConfig:
             sliding windows need.
         page: Page size, in tokens.
         uncorrected: Why keys cannot be rotated to the positions that read them, so that nothing is shared.
+        learns: Whether the operator's settings share or evict. Admission then learns, even if ``uncorrected``.
     """
 
     config: ReasonCacheConfig
     page: int
     uncorrected: str | None = None
+    learns: bool = True
 
 
 def filter_config(config: ReasonCacheConfig) -> FilterConfig:

@@ -49,6 +49,13 @@ class SharingBudget(compat.PrefillBudget):
         self._prompt = 0
 
     @property
+    def load_back_needs_full_tokens(self) -> bool:
+        """Whether SGLang is to tell :meth:`prepare_load_back` how many tokens the host's copy adds: it else
+        tells how many the host has, even if only a window or a state of theirs is missing. Without a host tier
+        the copy is one of ours (``swap.py``), of which SGLang knows nothing."""
+        return getattr(self.tree_cache, "cache_controller", None) is not None
+
+    @property
     def remaining_total(self) -> float:
         future = max(self.total_offset - self.current_offset, 0)
         return self.remaining_current - self._promise.reserved(future, self._requests)

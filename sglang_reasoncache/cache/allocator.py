@@ -234,6 +234,9 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         if short > 0 and self.free_group is None:
             self.owner.reclaim(short, evicts)
 
+    def release_window(self, slots: torch.Tensor) -> None:
+        """Free the peers of ``slots`` in the window pool, if there is one. All of them have peers."""
+
     def free_size(self) -> int:
         """Number of free slots in the pool whose slots can be shared."""
         return int(self.available_size())
@@ -294,6 +297,9 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
 
     budget = WindowSharingBudget
     has_window_pool = True
+
+    def release_window(self, slots: torch.Tensor) -> None:
+        self.free_swa(slots)
 
     def free_size(self) -> int:
         return int(self.full_available_size())

@@ -6,8 +6,9 @@ SGLang's tree cores hold exact KV only and count every position as one slot. So 
 core up to its first shared position, and the rest becomes a :class:`Continuation` here. A later prompt that
 goes on with the same tokens reads both: an agent that keeps its reasoning does not compute it again.
 
-If a model has state layers (such as Mamba), a continuation keeps the state after its last position, and serves
-only prompts that repeat all its tokens."""
+If a model has state layers (such as Mamba), or windows in a KV pool of their own, a continuation also has an
+*ending*: what these layers need to go on behind its last position. It then serves only prompts that repeat all
+its tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ MOST_ALIKE = 16
 #: ``extra_key`` and ``cache_salt`` of SGLang's keys: requests that differ in these share no prefix.
 Namespace = tuple[str | None, str | None]
 #: Takes away one reference for each of ``slots``, of which ``known`` is known (:class:`Continuation`), and
-#: frees ``state``, if it is not None. Returns how many slots became free.
+#: frees ``ending``, if it is not None. Returns how many slots became free.
 Free = Callable[[torch.Tensor, np.ndarray, torch.Tensor | None], int]
 
 
@@ -67,10 +68,11 @@ class Continuation:
         lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``references.py``) to them.
         borrowed: How many references it has to borrowed pages.
         pins: Number of running requests that read it or a continuation behind it.
-        state: The slot, in SGLang's pool of states, of the state layers' state after the last position, int64
-            ``[1]`` on the device. None if it was evicted, or if the model has no state layers.
-        needs_state: Whether the model has state layers.
-        readers: Number of running requests that began with ``state``.
+        ending: int64 ``[n]`` on the device: with state layers, the slot in SGLang's pool of states of the state
+            after the last position; with a window pool, the slots of the last window, whose peers in that pool
+            are kept. None if it was evicted, or if the model has neither.
+        needs_ending: Whether the model has either.
+        readers: Number of running requests that need ``ending``.
         children: The continuations that go on with a part of this one.
     """
 
@@ -85,7 +87,7 @@ class Continuation:
         lent: np.ndarray,
         borrowed: np.ndarray,
         page: int,
-        state: torch.Tensor | None = None,
+        ending: torch.Tensor | None = None,
     ) -> None:
         """``lent``: slots that others name or named. ``borrowed``: slots of what this one goes on with. Both
         int64 ``[n]`` in host memory."""
@@ -99,8 +101,8 @@ class Continuation:
         self.head = int(tokens[0])
         self.pins = 0
         self.children = Branches()
-        self.state = state
-        self.needs_state = state is not None
+        self.ending = ending
+        self.needs_ending = ending is not None
         self.readers = 0
         self._page = page
         self._lent = lent
@@ -122,7 +124,8 @@ class Continuation:
         self.owned = int(self._page * (len(alone) + len(owned)))
 
     def extend(self, tail: Continuation) -> None:
-        """Append a continuation that goes on with all of this one. No other request reads this one."""
+        """Append a continuation that goes on with all of this one. No other request reads this one. Endings are
+        left to the caller."""
         # What the rest borrows of this one is named twice here, unless nothing is known of its slot.
         mine = named_pages(self.known, self._page)[1]
         borrowed = tail._borrowed[~np.isin(tail._borrowed // self._page, mine)]
@@ -138,11 +141,11 @@ class Continuation:
     @property
     def ends_a_prefix(self) -> bool:
         """Whether a prompt can go on behind the last position."""
-        return not self.needs_state or self.state is not None
+        return not self.needs_ending or self.ending is not None
 
     @property
     def serves_nobody(self) -> bool:
-        """Whether its state was evicted, and no request and no other continuation needs it."""
+        """Whether its ending was evicted, and no request and no other continuation needs it."""
         return not self.ends_a_prefix and not self.pins and not self.children
 
     @property
@@ -163,7 +166,7 @@ class Continuation:
         length = self.common(tokens)
         if exact:
             length = min(length, self.exact // self._page * self._page)
-        return 0 if self.needs_state and length < len(self) else length
+        return 0 if self.needs_ending and length < len(self) else length
 
     def common(self, tokens: np.ndarray) -> int:
         """Number of leading tokens, in whole pages, that equal those of ``tokens``, a whole prompt."""
@@ -259,9 +262,9 @@ class Continued(int):
         return self.parts[-1].end
 
     @property
-    def state(self) -> torch.Tensor | None:
-        """The slot of the state after the prefix. None if the model has no state layers."""
-        return self.parts[-1].node.state
+    def ending(self) -> torch.Tensor | None:
+        """See :class:`Continuation`."""
+        return self.parts[-1].node.ending
 
     @property
     def first_approximate(self) -> int | None:
@@ -275,13 +278,6 @@ class Continued(int):
         return torch.cat([path[: self.start], *(node.slots[:n] for node, n in self.parts)])
 
 
-class ContinuedLock(NamedTuple):
-    """SGLang's lock of the path in the tree, and the continuations that are pinned beside it."""
-
-    lock: Any
-    parts: tuple[Part, ...]
-
-
 class Continuations:
     """The continuations of a scheduler's prefix cache: a radix tree in host memory. All ranks make the same
     calls.
@@ -289,8 +285,9 @@ class Continuations:
     Attributes:
         lent: The pages that others name, too.
         borrowed: How many times continuations name a page of what they go on with.
-        evictable_states: Number of states that :meth:`evict_states` can free.
-        protected_states: Number of states with which running requests began.
+        evictable_endings: Size of the endings that :meth:`evict_endings` can free: the number of states, or of
+            slots of the window pool.
+        protected_endings: Size of the endings that running requests need.
 
     Args:
         page: Tokens per page.
@@ -302,7 +299,7 @@ class Continuations:
         self.borrowed = 0
         # Slots of continuations that are not lent: of those that no request reads, and of the others.
         self._free = self._pinned = 0
-        self.evictable_states = self.protected_states = 0
+        self.evictable_endings = self.protected_endings = 0
         # Number of positions.
         self._positions = 0
         # All continuations, the least recently used first. Each comes after all that go on with it.
@@ -368,7 +365,7 @@ class Continuations:
         self, candidates: Sequence[Continuation], tokens: np.ndarray, exact: bool
     ) -> tuple[Part, ...]:
         """The match that begins with one of ``candidates`` and goes on with the longest, up to the last place
-        where a prompt can go on: where a state is needed, it must be there."""
+        where a prompt can go on: where an ending is needed, it must be there."""
         parts: list[Part] = []
         best: tuple[Part, ...] = ()
         while candidates:
@@ -403,7 +400,9 @@ class Continuations:
         lent: np.ndarray,
         borrowed: np.ndarray,
         references: Mapping[int, int],
-        state: torch.Tensor | None = None,
+        ending: torch.Tensor | None = None,
+        needed: int = 1,
+        release: Callable[[torch.Tensor], None] | None = None,
     ) -> bool:
         """Keep the last positions of a finished request. Returns False, and keeps nothing, if they are there,
         if there are too few of them, or too many like them.
@@ -413,7 +412,9 @@ class Continuations:
             prefix: The request's cached prefix, if it ended in a continuation, which is pinned.
             node: SGLang's id of the node where the request's path in the tree ends.
             start: Position of the first token to keep, which begins a page.
-            slots, known, exact, lent, borrowed, state: See :class:`Continuation`.
+            slots, known, exact, lent, borrowed, ending: See :class:`Continuation`.
+            needed: Size of a whole ending. If ``ending`` is smaller, the rest is what ``prefix`` ends with.
+            release: Frees a part of an ending that is not needed any more.
             references: Page -> number of references, if it is not 1.
         """
         tokens = np.array(key.token_ids, dtype=np.int64)
@@ -432,7 +433,7 @@ class Continuations:
             np.concatenate((lent, borrowed[is_lent])),
             borrowed[~is_lent],
             self._page,
-            state,
+            ending,
         )
         branches = self._branches(made)
         alike = branches.alike(made)
@@ -442,14 +443,16 @@ class Continuations:
             or any(_serves(each, made, tokens) for each in alike)
         ):
             return False
-        if (
-            parent is not None
-            and not parent.needs_state
-            and parent.end == start
-            and parent.pins == 1
-            and not parent.children
-        ):
-            # Only this request reads the parent.
+        # Whether only this request reads the parent.
+        is_only = (
+            parent is not None and parent.end == start and parent.pins == 1 and not parent.children
+        )
+        is_short = ending is not None and len(ending) < needed
+        if is_short and not (is_only and parent is not None and parent.ending is not None):
+            return False
+        if parent is not None and is_only and (is_short or not parent.needs_ending):
+            if ending is not None:
+                self._extend_ending(parent, ending, needed, release)
             owned = parent.owned
             before = Counter(parent.lent.tolist())
             self.borrowed -= parent.borrowed
@@ -464,13 +467,32 @@ class Continuations:
             branches.add(made)
             self._used[made] = None
             self._free += made.owned
-            self.evictable_states += state is not None
+            self.evictable_endings += _size(ending)
             self.borrowed += made.borrowed
             self.lent.add(made.lent.tolist(), references, pinned=False)
         self._positions += len(made)
         for each in _and_parents(parent):
             self._used.move_to_end(each)
         return True
+
+    def _extend_ending(
+        self,
+        node: Continuation,
+        more: torch.Tensor,
+        needed: int,
+        release: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        """Move the ending of ``node`` on by ``more`` slots of the window pool."""
+        assert node.ending is not None and release is not None
+        joined = torch.cat((node.ending, more))
+        # Tensors that others hold stay as they are.
+        change = min(len(joined), needed) - len(node.ending)
+        release(joined[:-needed])
+        node.ending = joined[-needed:]
+        if node.readers:
+            self.protected_endings += change
+        else:
+            self.evictable_endings += change
 
     def _branches(self, node: Continuation) -> Branches:
         """Where ``node`` belongs."""
@@ -479,8 +501,9 @@ class Continuations:
         assert node.path is not None
         return self._roots.get(node.path.namespace) or Branches()
 
-    def pin(self, parts: Sequence[Part]) -> None:
-        """Keep ``parts`` from being evicted, for a request that reads them."""
+    def pin(self, parts: Sequence[Part]) -> bool:
+        """Keep ``parts`` from being evicted, and their ending, for a request that reads them. Returns whether
+        there is an ending: the caller calls :meth:`unread` then, at the latest before :meth:`unpin`."""
         for node, length in parts:
             assert node in self._used and length <= len(node), "a continuation was evicted"
             if not node.pins:
@@ -488,20 +511,24 @@ class Continuations:
                 self._pinned += node.owned
                 self.lent.pin(node.lent.tolist(), True)
             node.pins += 1
-        self._read_state(parts[-1].node, 1)
+        return self._read_ending(parts[-1].node, 1)
 
-    def _read_state(self, node: Continuation, change: int) -> None:
-        """``change`` more running requests began with the state of ``node``."""
-        if node.state is None:
-            return
+    def _read_ending(self, node: Continuation, change: int) -> bool:
+        """``change`` more running requests need the ending of ``node``. False if there is none."""
+        if node.ending is None:
+            return False
         was_read = node.readers > 0
         node.readers += change
-        newly_read = (node.readers > 0) - was_read
-        self.evictable_states -= newly_read
-        self.protected_states += newly_read
+        newly_read = _size(node.ending) * ((node.readers > 0) - was_read)
+        self.evictable_endings -= newly_read
+        self.protected_endings += newly_read
+        return True
+
+    def unread(self, parts: Sequence[Part]) -> None:
+        """The request that pinned ``parts`` needs their ending no longer."""
+        self._read_ending(parts[-1].node, -1)
 
     def unpin(self, parts: Sequence[Part]) -> None:
-        self._read_state(parts[-1].node, -1)
         for node, _ in parts:
             node.pins -= 1
             if not node.pins:
@@ -518,21 +545,23 @@ class Continuations:
             freed += self._shorten(node, wanted - freed, free)
         return freed
 
-    def evict_states(self, wanted: int, free: Free) -> int:
-        """Free ``wanted`` states, or all that are evictable, of the least recently used conversation first, its
-        oldest turns before its newest: a next turn needs only the newest. Returns how many slots became free: a
-        continuation without a state serves nobody, unless others go on with it."""
+    def evict_endings(self, wanted: int, free: Free) -> int:
+        """Free endings of size ``wanted`` at least, or all that are evictable, of the least recently used
+        conversation first, its oldest turns before its newest: a next turn needs only the newest. Returns how
+        many slots became free: a continuation without its ending serves nobody, unless others go on with it."""
         freed = 0
-        left = max(self.evictable_states - wanted, 0)
-        while self.evictable_states > left:
+        left = max(self.evictable_endings - wanted, 0)
+        while self.evictable_endings > left:
             newest = next(
-                each for each in self._used if each.state is not None and not each.readers
+                each for each in self._used if each.ending is not None and not each.readers
             )
             node = [
-                each for each in _and_parents(newest) if each.state is not None and not each.readers
+                each
+                for each in _and_parents(newest)
+                if each.ending is not None and not each.readers
             ][-1]
             if node.pins or node.children:
-                freed += free(node.slots[:0], node.known[:0], self._take_state(node))
+                freed += free(node.slots[:0], node.known[:0], self._take_ending(node))
             else:
                 freed += self._shorten(node, len(node), free)
         return freed
@@ -550,7 +579,7 @@ class Continuations:
         freed = 0
         for root in gone:
             for node in reversed(and_children(root)):
-                # One that lost its state goes with the last that goes on with it.
+                # One that lost its ending goes with the last that goes on with it.
                 if node in self._used:
                     freed += self._shorten(node, len(node), free)
         return freed
@@ -567,7 +596,7 @@ class Continuations:
 
     def _cut(self, node: Continuation, wanted: int, free: Free) -> int:
         length = max(wanted, len(node) // _LEAST_EVICTED, self._page)
-        if node.needs_state:
+        if node.needs_ending:
             length = len(node)
         kept = max(len(node) - length, 0) // self._page * self._page
         slots = node.slots[kept:]
@@ -582,14 +611,14 @@ class Continuations:
         self.lent.remove(lent[len(node.lent) :].tolist())
         if not kept:
             self._remove(node)
-        return free(slots, known, self._take_state(node))
+        return free(slots, known, self._take_ending(node))
 
-    def _take_state(self, node: Continuation) -> torch.Tensor | None:
-        """The state of a continuation, which keeps it no longer. No running request began with it."""
-        state = node.state
-        node.state = None
-        self.evictable_states -= state is not None
-        return state
+    def _take_ending(self, node: Continuation) -> torch.Tensor | None:
+        """The ending of a continuation, which keeps it no longer. No running request needs it."""
+        ending = node.ending
+        node.ending = None
+        self.evictable_endings -= _size(ending)
+        return ending
 
     def _remove(self, node: Continuation) -> None:
         assert not node.children, "a continuation is evicted after those that go on with it"
@@ -600,6 +629,10 @@ class Continuations:
             del self._roots[node.path.namespace]
 
 
+def _size(ending: torch.Tensor | None) -> int:
+    return 0 if ending is None else len(ending)
+
+
 def _up_to(parts: Sequence[Part], end: int) -> list[Part]:
     """``parts``, the last one cut at position ``end``."""
     return [*parts[:-1], *(Part(node, end - node.start) for node, _ in parts[-1:])]
@@ -608,7 +641,7 @@ def _up_to(parts: Sequence[Part], end: int) -> list[Part]:
 def _serves(there: Continuation, made: Continuation, tokens: np.ndarray) -> bool:
     """Whether ``there``, which begins where ``made`` does, serves all prompts that ``made`` would serve.
     ``tokens``: those of the path, then those of ``made``."""
-    if made.needs_state:
+    if made.needs_ending:
         return there.ends_a_prefix and there.end == made.end == there.start + there.common(tokens)
     return there.start + there.common(tokens) >= len(tokens)
 

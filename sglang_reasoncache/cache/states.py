@@ -60,7 +60,7 @@ def begin_with(tree: SharedRadixCache, req: Request, prefix: Any) -> bool:
     request needs a slot for the copy and there is none."""
     if not take_slot(tree, req, prefix):
         return False
-    req.kv.mamba_cow_src_index = prefix.state
+    req.kv.mamba_cow_src_index = prefix.ending
     req.kv.mamba_needs_clear = False
     return True
 

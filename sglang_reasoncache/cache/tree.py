@@ -23,7 +23,7 @@ from sglang_reasoncache.cache.composition import (
     CompositionLock,
     marked,
 )
-from sglang_reasoncache.cache.continuations import Continuations, Continued, ContinuedLock
+from sglang_reasoncache.cache.continuations import Continuations, Continued, Part
 from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
@@ -33,6 +33,19 @@ from sglang_reasoncache.cache.swap import Restored, computed_length, swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED, SWAPPED
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
+
+
+@dataclasses.dataclass
+class ContinuedLock(compat.TreeLock):
+    """SGLang's lock of a path in the tree, and the continuations that are pinned beside it.
+
+    Attributes:
+        parts: These continuations. None are pinned if it is empty.
+        reads_ending: Whether the request needs their ending.
+    """
+
+    parts: tuple[Part, ...] = ()
+    reads_ending: bool = False
 
 
 class SharedRadixCache(compat.UnifiedRadixCache):
@@ -75,6 +88,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.owner.after_chunk(req, up_to)
             return
+        if running and self.is_mamba_enabled:
+            # The forward of the first chunk has copied the state with which the request began.
+            self._release_ending(req)
         end = req.kv.cache_protected_len
         continues = not running and self.token_to_kv_pool_allocator.continues
         with self.owner.contained_alone():
@@ -167,7 +183,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Keep what a finished request computed behind the part that it published, if that is approximate, goes
         on with a continuation, or is read by other responses to the same prompt. Returns whether it is kept.
 
-        ``state``: slot of the state after ``up_to`` positions, in models with state layers."""
+        ``state``: slot of the state after ``up_to`` positions, in models with state layers. In models with a
+        window pool the last window is kept, too."""
         row = self._host_row(req.kv)
         start = req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
@@ -188,6 +205,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt
         )
         exact = end if first is None else first
+        first_alive = max(start, self._freed_of_window(req)) if self.is_swa_enabled else end
+        window_at = max(end - self._window, start)
+        if self.is_swa_enabled:
+            if window_at < first_alive:
+                return False
+            state = slots[window_at - start :]
         is_kept = self._continuations.add(
             key,
             prefix,
@@ -199,12 +222,35 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             lent=np.fromiter(row.in_other_rows, dtype=np.int64),
             borrowed=np.fromiter(borrowed, dtype=np.int64),
             references=self.token_to_kv_pool_allocator.references,
-            state=state,
+            ending=state,
+            needed=self._window if self.is_swa_enabled else 1,
+            release=self.token_to_kv_pool_allocator.release_window,
         )
         if is_kept:
             # SGLang frees only what is behind.
             req.kv.cache_protected_len = end
+            self.token_to_kv_pool_allocator.release_window(
+                slots[first_alive - start : window_at - start]
+            )
         return is_kept
+
+    @property
+    def _window(self) -> int:
+        """How many positions before a prompt's next token its window layers read."""
+        return int(self.sliding_window_size or 0)
+
+    def _release_ending(self, req: Request) -> None:
+        """A request needs no longer what it began with behind a continuation: a state or a window."""
+        lock = req.lock
+        if isinstance(lock, ContinuedLock) and lock.reads_ending:
+            lock.reads_ending = False
+            self._continuations.unread(lock.parts)
+
+    def release_swa_prefix_lock(self, req: Request) -> None:
+        """The request's window has moved past its prefix: leave the prefix's window evictable."""
+        if self.is_swa_enabled:
+            self._release_ending(req)
+        super().release_swa_prefix_lock(req)
 
     def insert(self, params: Any) -> Any:
         with self._freed.inserting(params.value):
@@ -232,10 +278,27 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return int(super().full_protected_size()) + self._continuations.protected
 
     def mamba_evictable_size(self) -> int:
-        return int(super().mamba_evictable_size()) + self._continuations.evictable_states
+        mine = self._continuations.evictable_endings if self.is_mamba_enabled else 0
+        return int(super().mamba_evictable_size()) + mine
 
     def mamba_protected_size(self) -> int:
-        return int(super().mamba_protected_size()) + self._continuations.protected_states
+        mine = self._continuations.protected_endings if self.is_mamba_enabled else 0
+        return int(super().mamba_protected_size()) + mine
+
+    def swa_evictable_size(self) -> int:
+        mine = self._continuations.evictable_endings if self.is_swa_enabled else 0
+        return int(super().swa_evictable_size()) + mine
+
+    def swa_protected_size(self) -> int:
+        mine = self._continuations.protected_endings if self.is_swa_enabled else 0
+        return int(super().swa_protected_size()) + mine
+
+    @property
+    def _of_endings(self) -> tuple[str, str]:
+        """SGLang's names for how many endings to evict, and how many were: states, or slots of windows."""
+        if self.is_mamba_enabled:
+            return "mamba_num", "mamba_num_evicted"
+        return "swa_num_tokens", "swa_num_tokens_evicted"
 
     def evict(self, params: Any) -> Any:
         return self._evict_both(super().evict, params)
@@ -247,65 +310,67 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Evict nodes of the core, the least recently used first, each with the continuations of its path: the
         path was used whenever they were. Then evict continuations whose path is locked."""
         mine = self._continuations
+        asked, evicted = self._of_endings
         if not len(mine):
             return evict(params, **named)
-        if params.mamba_num > 0:
-            return self._evict_with_states(evict, params, **named)
+        if getattr(params, asked) > 0:
+            return self._evict_with_endings(evict, params, **named)
         wanted = params.num_tokens
         if wanted <= 0:
             return evict(params, **named)
-        freed = states = 0
+        freed = endings = 0
         while True:
             # Half of what is missing at a time, because continuations may give the rest.
             left = wanted - freed
             left = max(left // 2, 1) if mine.evictable else left
             result = self._evict_core(evict, dataclasses.replace(params, num_tokens=left), **named)
-            states += result.mamba_num_evicted
+            endings += getattr(result, evicted)
             freed += result.num_tokens_evicted
             if freed >= wanted or not result.num_tokens_evicted:
                 break
-        had = mine.evictable_states
+        had = mine.evictable_endings
         freed += mine.evict(wanted - freed, self._free_continued)
-        states += had - mine.evictable_states
-        return dataclasses.replace(result, num_tokens_evicted=freed, mamba_num_evicted=states)
+        endings += had - mine.evictable_endings
+        return dataclasses.replace(result, num_tokens_evicted=freed, **{evicted: endings})
 
     def _evict_core(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
-        """Evict nodes or states of the core, and the continuations that go with them. The result counts
+        """Evict nodes or endings of the core, and the continuations that go with them. The result counts
         both."""
         mine = self._continuations
-        had = mine.evictable_states
+        _, evicted = self._of_endings
+        had = mine.evictable_endings
         self._freed_before = 0
         result = evict(params, **named)
         slots = mine.drop(self._is_cached, self._free_continued) + self._freed_before
+        endings = getattr(result, evicted) + had - mine.evictable_endings
         return dataclasses.replace(
-            result,
-            num_tokens_evicted=result.num_tokens_evicted + slots,
-            mamba_num_evicted=result.mamba_num_evicted + had - mine.evictable_states,
+            result, num_tokens_evicted=result.num_tokens_evicted + slots, **{evicted: endings}
         )
 
-    def _evict_with_states(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
-        """Evict states, of continuations and of the core, whichever have more, because neither knows when the
+    def _evict_with_endings(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
+        """Evict endings, of continuations and of the core, whichever have more, because neither knows when the
         other's were used. Then slots (:meth:`_evict_both`)."""
         mine = self._continuations
-        wanted = params.mamba_num
-        had = mine.evictable_states
-        more = had - int(super().mamba_evictable_size())
-        slots = mine.evict_states(min(wanted, max((more + wanted) // 2, 0)), self._free_continued)
-        states = had - mine.evictable_states
-        result = self._evict_both(evict, dataclasses.replace(params, mamba_num=0), **named)
+        asked, evicted = self._of_endings
+        wanted = getattr(params, asked)
+        had = mine.evictable_endings
+        core = super().mamba_evictable_size if self.is_mamba_enabled else super().swa_evictable_size
+        more = had - int(core())
+        slots = mine.evict_endings(min(wanted, max((more + wanted) // 2, 0)), self._free_continued)
+        endings = had - mine.evictable_endings
+        result = self._evict_both(evict, dataclasses.replace(params, **{asked: 0}), **named)
         slots += result.num_tokens_evicted
-        states += result.mamba_num_evicted
-        if states < wanted:
-            left = dataclasses.replace(
-                params, num_tokens=0, swa_num_tokens=0, mamba_num=wanted - states
-            )
-            core = self._evict_core(evict, left)
-            slots += core.num_tokens_evicted
-            states += core.mamba_num_evicted
-            had = mine.evictable_states
-            slots += mine.evict_states(wanted - states, self._free_continued)
-            states += had - mine.evictable_states
-        return dataclasses.replace(result, num_tokens_evicted=slots, mamba_num_evicted=states)
+        endings += getattr(result, evicted)
+        if endings < wanted:
+            none: dict[str, int] = dict(num_tokens=0, swa_num_tokens=0, mamba_num=0)
+            left = dataclasses.replace(params, **none | {asked: wanted - endings})
+            of_core = self._evict_core(evict, left)
+            slots += of_core.num_tokens_evicted
+            endings += getattr(of_core, evicted)
+            had = mine.evictable_endings
+            slots += mine.evict_endings(wanted - endings, self._free_continued)
+            endings += had - mine.evictable_endings
+        return dataclasses.replace(result, num_tokens_evicted=slots, **{evicted: endings})
 
     def _is_cached(self, node: Any) -> bool:
         try:
@@ -314,10 +379,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return False
 
     def _free_continued(
-        self, slots: torch.Tensor, known: np.ndarray, state: torch.Tensor | None
+        self, slots: torch.Tensor, known: np.ndarray, ending: torch.Tensor | None
     ) -> int:
-        if state is not None:
-            self.req_to_token_pool.mamba_allocator.free(state)
+        if ending is not None and self.is_mamba_enabled:
+            self.req_to_token_pool.mamba_allocator.free(ending)
+        elif ending is not None:
+            self.token_to_kv_pool_allocator.release_window(ending)
         if not len(known):
             return 0
         allocator = self.token_to_kv_pool_allocator
@@ -469,8 +536,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _continued(self, params: Any, found: Any) -> Any:
         """``found``, which the core matched, or a continued prefix if that is longer."""
         held = found.device_prefix_len
-        if self.is_mamba_enabled:
-            # SGLang's prefix ends at the last cached state; the tree may have KV behind it.
+        if self.is_mamba_enabled or self.is_swa_enabled:
+            # SGLang's prefix ends at the last cached state or window; the tree may have KV behind it.
             held = found.full_kv_hit_length
         parts = self._continuations.match(
             params.key,
@@ -486,7 +553,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         prefix = Continued(path.node if is_shorter else found.last_device_node, parts)
         if (
             params.cow_mamba
-            and prefix.state is not None
+            and prefix.ending is not None
             and not begin_with(self, params.req, prefix)
         ):
             return found
@@ -494,6 +561,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return found._replace(
             device_prefix_len=prefix.length,
             host_hit_length=0,
+            swa_host_hit_length=0,
+            swa_branching_seqlen=None,
             mamba_branching_seqlen=None,
             **nodes,
         )
@@ -552,18 +621,20 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return CompositionLock(map(super().lock, where[0].nodes))
         if where and isinstance(where[0], Continued):
             prefix = where[0]
-            if prefix.state is not None:
+            if self.is_mamba_enabled and prefix.ending is not None:
                 # Of all states, the request needs only the one that it begins with.
                 named["skip_lock_components"] = (compat.ComponentType.MAMBA,)
             lock = super().lock(int(prefix), *where[1:], **named)
-            self._continuations.pin(prefix.parts)
-            return ContinuedLock(lock, prefix.parts)
+            assert lock is not None, "a continued prefix begins on a path of the tree"
+            reads = self._continuations.pin(prefix.parts)
+            return ContinuedLock(lock.node, lock.receipt, parts=prefix.parts, reads_ending=reads)
         return super().lock(*where, **named)
 
     def unlock(self, lock: Any) -> None:
         if isinstance(lock, ContinuedLock):
+            if lock.reads_ending:
+                self._continuations.unread(lock.parts)
             self._continuations.unpin(lock.parts)
-            lock = lock.lock
         for each in lock if isinstance(lock, CompositionLock) else [lock]:
             super().unlock(each)
 

@@ -33,6 +33,7 @@ _MODULES: dict[str, list[str]] = {
     "arg_groups.overrides": ["declare_resolution"],
     "arg_groups.model_override_base": [
         "attention_backends_of",
+        "model_config_of",
         "resolving_view",
     ],
     "mem_cache.registry": [
@@ -61,6 +62,7 @@ _MODULES: dict[str, list[str]] = {
         "InsertParams",
         "InsertResult",
         "MatchPrefixParams",
+        "TreeLock",
     ],
     "mem_cache.allocation_sizing": ["get_alloc_reserve_per_decode"],
     "mem_cache.hicache_storage": ["PoolName"],

@@ -35,6 +35,8 @@ class RequestKV(Protocol):
 class Request(Protocol):
     rid: str
     kv: RequestKV
+    #: SGLang's ``TreeLock`` of the request's prefix, or one of ours (``cache/tree.py``).
+    lock: Any
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
     full_untruncated_fill_ids: Sequence[int]

@@ -125,6 +125,7 @@ def assemble(
         room=room,
         interval=interval,
         ahead=ahead,
+        learns=resolved.learns,
     )
     allocator.attach(controller, swap, continues, handover, stream)
     return controller

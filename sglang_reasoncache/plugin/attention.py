@@ -53,7 +53,7 @@ def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> 
     named = resolved.speculative_draft_attention_backend is not None
     if not config.shares or named or not refusals.has_draft_model(resolved):
         return
-    if refusals.in_the_way_of_corrected(server_args):
+    if refusals.in_the_way_of_corrected(server_args) or _cannot_share(server_args):
         return  # nothing will be shared
     target = set(compat.attention_backends_of(resolved)) & set(compat.PAGE_BACKENDS)
     if target and (resolved.page_size or 1) > 1:
@@ -66,6 +66,16 @@ def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> 
             _DRAFTS,
             " and ".join(sorted(target)),
         )
+
+
+def _cannot_share(server_args: ServerArgs) -> bool:
+    """Whether the flags show that the KV pool will be one of those that cannot be shared
+    (``plugin/unshared.py``)."""
+    resolved = compat.resolving_view(server_args)
+    if "fp4" in (resolved.kv_cache_dtype or ""):
+        return True
+    has_pool = compat.model_config_of(server_args).is_hybrid_swa
+    return has_pool and not resolved.disable_hybrid_swa_memory
 
 
 def attention_backend(

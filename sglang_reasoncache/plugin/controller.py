@@ -50,6 +50,7 @@ class Controller:
         room: Returns how many of these are free or evictable.
         interval: Decode steps between two polls.
         ahead: How many slots SGLang gives a running request ahead of its tokens: more with speculation.
+        learns: See ``ResolvedConfig``.
     """
 
     config: ReasonCacheConfig
@@ -65,6 +66,7 @@ class Controller:
     room: Callable[[], int]
     interval: int = INTERVAL
     ahead: float = LEAST
+    learns: bool = True
 
     def __post_init__(self) -> None:
         self.shortage = Shortage(self.slots, self.ahead)
@@ -72,7 +74,7 @@ class Controller:
         self._tokens_a_step = 0
         self._is_active = self.config.is_active
         # A server that wants to share and cannot learns all the same how much to reserve.
-        self._learns = self._is_active or self.report.uncorrected is not None
+        self._learns = self._is_active or (self.learns and self.report.uncorrected is not None)
         self._holds = False
         with self.containment:
             self.report.publish()

@@ -147,6 +147,12 @@ def _has_room_for_copies(queue: PreallocQueue) -> bool:
     retraction ends a request: half of it is left to retractions that nobody planned."""
     backup = compat.get_disagg().disaggregation_decode_retraction_backup
     if backup != "host_pool":
-        return backup == "cpu_tensor"
-    pool = queue.tree_cache.host_pool_group.get_pool(compat.PoolName.KV)
-    return 2 * pool.available_size() >= pool.logical_size
+        pool = queue.token_to_kv_pool_allocator.get_kvcache()
+        # SGLang makes no such copy of other pools.
+        copies = isinstance(
+            pool, compat.MHATokenToKVPool | compat.MLATokenToKVPool | compat.HybridLinearKVPool
+        )
+        return backup == "cpu_tensor" and copies
+    # Windows have a host pool of their own.
+    pools = [entry.host_pool for entry in queue.tree_cache.host_pool_group.entry_map.values()]
+    return all(2 * pool.available_size() >= pool.logical_size for pool in pools)

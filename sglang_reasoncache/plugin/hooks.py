@@ -31,7 +31,7 @@ def install() -> None:
     the hooks later. Calls of ``install`` after the first do nothing."""
     hooks: dict[str, Callable[..., Any]] = {
         "decode_done": _contained(_after_decode, _after_decode_unshared),
-        "prefill_done": _contained(_after_prefill),
+        "prefill_done": _contained(_after_prefill, _after_prefill_unshared),
         "count_uncached": _contained(_after_count_uncached),
         "decode_log_parts": _contained(_after_decode_log_parts, _after_decode_log_parts),
         "prefill_ready": _contained(_after_prefill_ready),
@@ -101,7 +101,8 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
 def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> Any:
     """Replace SGLang's new allocator (``result``) with ours. A draft model's pool shares that of the target.
 
-    Where KV cannot be shared, SGLang's allocator stays. Raises ValueError then if a policy is to evict."""
+    Where KV cannot be shared, SGLang's allocator stays. Raises ValueError then if a policy is to evict
+    or keys must be corrected."""
     from sglang_reasoncache.config import config_of
     from sglang_reasoncache.plugin.server import ServerParts, dp_rank
     from sglang_reasoncache.plugin.unshared import Unshared
@@ -118,7 +119,7 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
     try:
         _server = ServerParts(config, result)
     except CannotShare as error:
-        if config.policies.evictors:
+        if config.policies.evictors or config.positions == "corrected":
             raise
         _unshared = Unshared(config, result, str(error), dp_rank())
         return None
@@ -255,10 +256,18 @@ def _after_decode_unshared(
     unshared.after_decode(len(batch.reqs) if accepted is None else int(accepted.sum()))
 
 
+def _after_prefill_unshared(
+    unshared: Unshared, _result: None, _processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
+) -> None:
+    if batch.decoding_reqs:
+        unshared.after_decode(len(batch.decoding_reqs))
+
+
 def _after_retracted(unshared: Unshared, result: tuple[Any, ...], _batch: ScheduleBatch) -> None:
     """Learn from the requests that SGLang retracted because it was short of slots."""
-    retracted = result[0]
-    unshared.retracted(retracted)
+    # SGLang ends those that it cannot retract.
+    retracted, _, ended = result
+    unshared.retracted([*retracted, *ended])
 
 
 def _admit_again(processor: Any, yes: bool) -> None:

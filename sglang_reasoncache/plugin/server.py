@@ -137,6 +137,7 @@ class ServerParts:
             config=dataclasses.replace(config, min_age=min_age, reads_prompt=reads_prompt),
             page=page,
             uncorrected=uncorrected,
+            learns=self._config.is_active,
         )
 
     def _documents_off(
@@ -170,7 +171,7 @@ class ServerParts:
         model's KV is copied, too."""
         config = resolved.config
         asked = config.host_swap_gb
-        if asked == 0 or not (config.is_active or resolved.uncorrected):
+        if asked == 0 or not (config.is_active or (resolved.uncorrected and resolved.learns)):
             return None
         drafts = {
             "a draft model's KV was not found": refusals.has_draft_model(args)
@@ -207,6 +208,7 @@ class ServerParts:
         # A draft model's KV is in the slots that the request named, as it was when the request read them.
         reasons = {
             "a draft model's prefixes end where no state is": tree.tree_core.is_eagle,
+            "windows have a pool of their own, too": tree.is_swa_enabled,
             "SGLang copies states to a host tier": tree.cache_controller is not None,
             "SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK leaves no room for states that requests began with": (
                 compat.envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
@@ -214,7 +216,7 @@ class ServerParts:
         }
         reason = (
             _first(reasons if tree.is_mamba_enabled else {})
-            or _needs_more_than_kv(tree, config, args, keeps_states=True)
+            or _needs_more_than_kv(tree, config, args, keeps_states=True, keeps_windows=True)
             or self._reads_as_cached(config)
         )
         if reason is not None:
@@ -249,7 +251,7 @@ class ServerParts:
             num_heads=self._heads(),
             ranks=ranks,
         )
-        tokenizer = _tokenizer(context)
+        tokenizer = _tokenizer(context) if config.is_active else context.tp_worker.tokenizer
         markers = _markers(args.reasoning_parser, tokenizer, config)
         controller = assemble(
             resolved,
@@ -346,14 +348,16 @@ def _needs_more_than_kv(
     config: ReasonCacheConfig,
     args: ServerArgs,
     keeps_states: bool = False,
+    keeps_windows: bool = False,
 ) -> str | None:
     """Why the KV in the pool that is shared is not all that a request needs to go on here. None if it is.
-    ``keeps_states``: whether the caller keeps states of state layers, too."""
+    ``keeps_states``, ``keeps_windows``: whether the caller keeps states, or last windows, too."""
     reasons = {
         # SGLang itself keeps retracted requests there.
         "another server prefills": _decodes_only(args),
         "state layers have states": tree.is_mamba_enabled and not keeps_states,
-        "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
+        "layers with a sliding window have a pool of their own": tree.is_swa_enabled
+        and not keeps_windows,
         "a policy evicts positions": bool(config.policies.evictors),
     }
     return _first(reasons)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
-from sglang_reasoncache.cache.owner import NoOwner, Promise
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED, NoOwner, Promise
 from sglang_reasoncache.compat.types import PrefixTree, Request, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
@@ -51,6 +51,10 @@ class Unshared(NoOwner):
         self._dp_rank = dp_rank
         self._stats = SharingStats()
         self._metrics: SharingMetrics | None = None
+        self._learns = config.is_active
+        if not config.is_active:
+            # The settings would share nothing anyway.
+            return
         # The method of SGLang's class, which the attribute of this one object hides.
         self._stock_budget = allocator.create_prefill_budget
         allocator.create_prefill_budget = self._budget
@@ -67,8 +71,7 @@ class Unshared(NoOwner):
         if context.server_args.disaggregation_mode == "decode":
             self.admission = PreallocAdmission(self)
         self._metrics = metrics
-        with self.containment:
-            self._publish()
+        self._publish()
         return compat.default_radix_cache_factory(context)
 
     def _budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
@@ -92,7 +95,9 @@ class Unshared(NoOwner):
 
     def promise(self) -> Promise:
         """The learned reserve."""
-        kept = 1.0 if self.disabled else 1.0 - self._config.admission_credit
+        if self.disabled or not self._learns:
+            return NOTHING_PROMISED
+        kept = 1.0 - self._config.admission_credit
         return Promise(shareable=0, ahead=self.shortage.headroom.ahead, kept=kept)
 
     def request_waits(self, again: bool) -> None:
@@ -137,7 +142,12 @@ class Unshared(NoOwner):
         self._publish()
 
     def _publish(self) -> None:
-        if self._metrics is not None:
-            gauges = dict.fromkeys(GAUGES, 0.0) | {"uncorrected": 1.0}
-            gauges["disabled"] = float(self.disabled is not None)
+        """Set the Prometheus series. A rank that cannot must go on like the others, so a failure is logged."""
+        if self._metrics is None:
+            return
+        gauges = dict.fromkeys(GAUGES, 0.0) | {"uncorrected": 1.0}
+        gauges["disabled"] = float(self.disabled is not None)
+        try:
             self._metrics.update(self._stats, gauges, None)
+        except Exception:
+            logger.exception("reasoncache: no Prometheus series")

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_reasoncache.cache.continuations import Continued
+from sglang_reasoncache.cache.tree import ContinuedLock
 from sglang_reasoncache.filter.process import FilterProcess
 from tests.property.states import STATES, States
 from tests.property.test_groups import RandomMeter
@@ -94,21 +95,21 @@ class StateMachine(SchedulingMachine):
         tree = self.world.tree
         states = self.world.rows.mamba_allocator
         there = self.world.allocator.continuations
-        inside = [node for node in there if node.children and node.state is not None]
+        inside = [node for node in there if node.children and node.ending is not None]
         before = states.available_size()
-        mine = there.evictable_states
+        mine = there.evictable_endings
         evictable = tree.mamba_evictable_size()
         found = tree.evict(EvictParams(num_tokens=0, mamba_num=wanted)).mamba_num_evicted
         freed = states.available_size() - before
         assert freed == found == evictable - tree.mamba_evictable_size() >= min(wanted, evictable)
-        type(self).taken += mine - there.evictable_states
-        type(self).taken_inside += sum(node.state is None for node in inside)
+        type(self).taken += mine - there.evictable_endings
+        type(self).taken_inside += sum(node.ending is None for node in inside)
 
     def everybody_reads_what_is_theirs(self) -> None:
         super().everybody_reads_what_is_theirs()
         world = self.world
         there = world.allocator.continuations
-        kept = [int(node.state) for node in there if node.state is not None]
+        kept = [int(node.ending) for node in there if node.ending is not None]
         core = world.tree.all_mamba_values_flatten().tolist()
         of_requests = list[int]()
         for req in self.holding():
@@ -119,14 +120,16 @@ class StateMachine(SchedulingMachine):
         used = [*kept, *core, *of_requests]
         assert len(set(used)) == len(used), "two hold one state"
         assert len(used) + world.rows.mamba_allocator.available_size() == STATES, "a state is lost"
+        # Once its first chunk is computed, a request needs the state that it began with no longer.
         began = {
-            id(req.last_node.parts[-1].node)
+            id(req.lock.parts[-1].node)
             for req in self.holding()
-            if isinstance(req.last_node, Continued)
+            if isinstance(req.lock, ContinuedLock) and req.lock.reads_ending
         }
-        assert there.protected_states == len(began)
-        assert there.evictable_states == len(kept) - len(began)
-        assert all(node.needs_state and not node.serves_nobody for node in there)
+        assert not began or self.chunked is not None
+        assert there.protected_endings == len(began)
+        assert there.evictable_endings == len(kept) - len(began)
+        assert all(node.needs_ending for node in there)
 
     def flush(self) -> None:
         super().flush()

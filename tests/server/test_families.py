@@ -55,12 +55,11 @@ def test_a_server_computes_what_a_loop_computes(
         beside.add(text, found)
         # The prefix cache holds the response, and gives those who opt out what is before the first shared
         # position. If the model has states or a pool for window layers, these get only the prompt, with the
-        # state or window at its end. Windows are not kept for the others, either.
+        # state or window at its end. The others go on with the state or window behind the response.
         whole = loop.tokenizer(text)["input_ids"] + found["tokens"]
-        if spec.model not in specs.WINDOW_POOL:
-            follow = follow_up(server, whole, opts_out=False)
-            assert follow["cached"] == len(whole) - 1
-            continued.append(beside.continued(whole, found, follow))
+        follow = follow_up(server, whole, opts_out=False)
+        assert follow["cached"] == len(whole) - 1
+        continued.append(beside.continued(whole, found, follow))
         follow = follow_up(server, whole)
         first = min(dst for _, dst, *_ in found["blocks"])
         assert follow["cached"] == (first if stateless else found["prompt_tokens"])
@@ -77,7 +76,7 @@ def test_a_server_computes_what_a_loop_computes(
     )
     beside.check(*others, most=most)
     assert joined(again).off.max() < most
-    assert not continued or joined(continued).off.max() < ROUNDING
+    assert joined(continued).off.max() < ROUNDING
     assert_whole(server)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.runtime_context import get_context, get_server_args
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_context, get_exec, get_server_args
 
 from sglang_reasoncache.cache.continuations import Continuations, Continued, Part
 from tests.property.adder import adder_of
@@ -191,16 +193,37 @@ def test_a_turn_goes_on_with_a_turn(keeping: States) -> None:
 
 
 def test_a_state_that_a_request_began_with_is_not_evicted(keeping: States) -> None:
+    """Until the first chunk is computed, which copies the state."""
     tokens = _turn(keeping)
     req = keeping.request("next", [*tokens, 5, 6])
-    keeping.prefill(req)
     tree = keeping.tree
+    req.init_next_round_input(tree)
+    req.lock = tree.lock(req.last_node)
     assert tree.mamba_protected_size() == 1
     tree.evict(EvictParams(num_tokens=keeping.total, mamba_num=STATES))
     assert tree.mamba_evictable_size() == tree.evictable_size() == 0
     assert tree.mamba_protected_size() == 1 and len(keeping.allocator.continuations) == 1
+    req.extend_end = len(req.full_untruncated_fill_ids)
+    keeping.extend(req)
+    checkpoint_kv_cache(req, tree)
+    assert (tree.mamba_protected_size(), tree.mamba_evictable_size()) == (0, 1)
     keeping.abort(req)
     assert keeping.cached(tokens) == len(tokens)
+    keeping.assert_whole()
+
+
+def test_a_state_can_be_taken_while_the_request_runs(keeping: States) -> None:
+    """SGLang may need its slot for a running request, and asserts that it finds one."""
+    tokens = _turn(keeping)
+    req = keeping.request("next", [*tokens, 5, 6])
+    keeping.prefill(req)
+    component = keeping.tree.components[ComponentType.MAMBA]
+    pool = keeping.rows.mamba_allocator
+    taken = pool.alloc(pool.available_size())
+    with get_exec().mamba.override(enable_mamba_extra_buffer_lazy=True):
+        pool.free(component._alloc_mamba_slot(req))
+    pool.free(taken)
+    keeping.finish(req)
     keeping.assert_whole()
 
 
@@ -265,11 +288,11 @@ def test_a_long_conversation_keeps_its_newest_turns(keeping: States) -> None:
     for _ in range(3):
         tokens = _next_turn(keeping, tokens, [400, 401])
     there = keeping.allocator.continuations
-    assert there.evictable_states == 4
-    there.evict_states(3, keeping.tree._free_continued)
+    assert there.evictable_endings == 4
+    there.evict_endings(3, keeping.tree._free_continued)
     assert len(there) == 4 and keeping.cached(tokens) == len(tokens)
     # Nobody needs what is before the newest turn without it.
-    there.evict_states(1, keeping.tree._free_continued)
+    there.evict_endings(1, keeping.tree._free_continued)
     assert len(there) == 0
     keeping.assert_whole()
 
@@ -288,7 +311,7 @@ def test_a_fresh_state_replaces_a_lost_one(keeping: States) -> None:
     """A turn lost its state while another goes on with it. Computed again, it is cached again."""
     tokens = _turn(keeping)
     _next_turn(keeping, tokens, [400, 401])
-    keeping.allocator.continuations.evict_states(1, keeping.tree._free_continued)
+    keeping.allocator.continuations.evict_endings(1, keeping.tree._free_continued)
     assert keeping.cached(tokens) < len(tokens)
     assert _turn(keeping) == tokens and keeping.cached(tokens) == len(tokens)
     keeping.assert_whole()
@@ -326,6 +349,6 @@ def test_a_thousand_turns_are_evicted_at_once() -> None:
         freed.extend([] if state is None else state.tolist())
         return len(slots)
 
-    there.evict_states(1199, free)
+    there.evict_endings(1199, free)
     assert freed == [*range(1199)] and len(there) == 1200
-    assert there.evict_states(1, free) == 1200 * 16 and len(there) == there.evictable == 0
+    assert there.evict_endings(1, free) == 1200 * 16 and len(there) == there.evictable == 0

@@ -76,9 +76,10 @@ def test_a_sparse_model_starts_unless_a_policy_is_to_evict(
     told = hooks._unshared.describe(details=True)
     assert "sparse attention" in told["uncorrected"] and told["dp_rank"] == 3
     assert type(stock) is PagedTokenToKVPoolAllocator
-    with pytest.raises(CannotShare):
-        build(monkeypatch, allocator(), policy="rkv:budget=1024")
-    assert hooks._unshared is None
+    for asked in (dict(policy="rkv:budget=1024"), dict(positions="corrected")):
+        with pytest.raises(CannotShare):
+            build(monkeypatch, allocator(), **asked)
+        assert hooks._unshared is None
 
 
 def reserved(stock: Any) -> float:
@@ -115,8 +116,20 @@ def test_admission_learns_from_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hooks._unshared is not None
     line = hooks._contained(hooks._after_decode_log_parts, hooks._after_decode_log_parts)
     assert line(["a"], None)[1].startswith("#reserved per request: ")
-    for name in ("_after_prefill", "_after_count_uncached"):
-        assert hooks._contained(getattr(hooks, name))(None, None) is None
+    assert hooks._contained(hooks._after_count_uncached)(None, None) is None
+    higher = reserved(stock)
+    riders = hooks._contained(hooks._after_prefill, hooks._after_prefill_unshared)
+    riders(None, None, SimpleNamespace(decoding_reqs=[None] * 100))
+    lower = reserved(stock)
+    retract(([], 0.5, [request(300)]), None)
+    assert lower < higher < reserved(stock)
+
+
+def test_settings_that_share_nothing_learn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = allocator()
+    build(monkeypatch, stock, percentile=0)
+    assert type(stock.create_prefill_budget(TREE)) is PrefillBudget
+    assert hooks._unshared is not None and hooks._unshared.promise().kept == 1.0
 
 
 def test_a_failure_leaves_admission_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,23 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.attention import models
-from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.sharing.request import record_of
-from tests.property.world import ENDS, LAYERS, Pair, Setup, World
+from tests.property.windows import WINDOW, WindowWorld
+from tests.property.world import ENDS, Pair, Setup
 
 pytestmark = pytest.mark.usefixtures("published_config")
-WINDOW = 8
 CHUNK = 16
 BLOCK = 4
 SLOTS = 300
@@ -31,32 +25,13 @@ SLOTS = 300
 TEXT = list(range(1, 130))
 
 
-class Windows(World):
-    """A ``World`` with one more layer, which has a window and its own pool. ``peers``: slots in that pool."""
-
+class Windows(WindowWorld):
     def __init__(self, core: str) -> None:
         super().__init__(Setup(1, BLOCK, SLOTS, core=core))
 
-    def make_allocator(self) -> Any:
-        same: Any = dict(head_num=1, head_dim=4, dtype=torch.float32, device="cpu")
-        layers: Any = dict(swa_attention_layer_ids=[LAYERS], full_attention_layer_ids=[0, 1])
-        self.both = SWAKVPool(size=SLOTS, size_swa=SLOTS, page_size=1, **same, **layers)
-        self.both.full_kv_pool = self.pool
-        stock = SWATokenToKVPoolAllocator(SLOTS, SLOTS, 1, torch.float32, "cpu", self.both, False)
-        return shared_allocator_of(stock)
-
-    def set_components(self, params: CacheInitParams) -> None:
-        params.tree_components = (ComponentType.FULL, ComponentType.SWA)
-        params.sliding_window_size = WINDOW
-
-    def peers(self, slots: Any) -> torch.Tensor:
-        return self.allocator.full_to_swa_index_mapping[torch.as_tensor(slots).long()]
-
     def write(self, slots: np.ndarray, contents: Any) -> None:
         super().write(slots, contents)
-        peers = self.peers(slots)
-        for buffer in self.both.get_kv_buffer(LAYERS):
-            buffer[peers[peers > 0]] = torch.tensor(contents)[peers > 0][:, None, None].float()
+        self.write_window(slots, contents)
 
     def prefill(self, req: Req) -> None:
         req.init_next_round_input(self.tree)
@@ -68,11 +43,6 @@ class Windows(World):
             slots = self.extend(req)
             self.write(slots, TEXT[start : req.extend_end])
             checkpoint_kv_cache(req, self.tree)
-
-    def decode(self, reqs: Any) -> np.ndarray:
-        for req in reqs:
-            self.tree.evict_sliding_windows(req, req.seqlen - 1)
-        return super().decode(reqs)
 
     def step(self, req: Req, token: int = 0) -> None:
         super().step(req, token or TEXT[req.kv.kv_allocated_len])
@@ -86,12 +56,9 @@ class Windows(World):
         window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()
         for req in live:
             row = self.row(req).copy()
-            owned = req.kv.cache_protected_len
-            full += len(row) - owned
-            window += len(row) - max(req.kv.get_evicted_seqlen(ComponentType.SWA), owned)
-            first = max(len(row) - WINDOW, 0)
-            for buffer in self.both.get_kv_buffer(LAYERS):
-                assert buffer[self.peers(row[first:]), 0, 0].tolist() == TEXT[first : len(row)]
+            full += len(row) - req.kv.cache_protected_len
+            assert self.window(row) == TEXT[max(len(row) - WINDOW, 0) : len(row)]
+        window += self.of_requests(live)
         assert (full - self.controller.pipeline.saved, window) == (SLOTS, SLOTS)
 
 
