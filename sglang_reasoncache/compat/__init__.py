@@ -159,8 +159,12 @@ FRONTEND_HOOK_TARGETS: dict[str, str] = {
     "meta_info": "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
 }
 
-#: The hook that our CPU attention backend installs, with or without ``--enable-reasoncache``.
-CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
+#: The hooks of our CPU platform, with or without ``--enable-reasoncache``.
+CPU_HOOK_TARGETS: dict[str, str] = {
+    "last_loc": "sglang.srt.mem_cache.allocation.get_last_loc",
+    "linear": "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+    "lm_head": "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head",
+}
 
 #: The hooks that our CUDA attention backends install when they are made.
 CUDA_HOOK_TARGETS: dict[str, str] = {

@@ -41,6 +41,8 @@ COPIED = "_reasoncache_copied"
 #: Attribute of ``Req``: the positions ``(start, end)`` of its prompt that read what an earlier response shared,
 #: or None. Missing until the request is prefilled.
 CONTINUED = "_reasoncache_continued"
+#: Attribute of a weight: its version, and its packed form (``cpu/packed.py``). Missing until it is needed.
+PACKED = "_reasoncache_packed"
 #: Attribute of the tokenizer manager: bool. Missing until all schedulers have answered.
 COMPOSES = "_reasoncache_composes"
 #: Attribute of the tokenizer manager: a ``DocumentFinder``; None once it failed. Missing until it is needed.
