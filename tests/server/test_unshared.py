@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests a server whose model's KV cannot be shared: it starts, and only its admission differs from SGLang's."""
 
+import pytest
+
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, generate
 from tests.server.problems import TO_THE_END, letters, report, series, told
 from tests.server.reference import ROUNDING, Loop
 
 
+@pytest.mark.long
 def test_only_admission_learns(servers: ServerPool) -> None:
     """Requests that are retracted while slots are short have the log-probabilities of a plain :class:`Loop`."""
     server = servers.get(specs.UNSHARED)
