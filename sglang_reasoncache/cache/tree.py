@@ -246,11 +246,13 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             lock.reads_ending = False
             self._continuations.unread(lock.parts)
 
-    def release_swa_prefix_lock(self, req: Request) -> None:
-        """The request's window has moved past its prefix: leave the prefix's window evictable."""
-        if self.is_swa_enabled:
+    def evict_sliding_windows(self, req: Request, *where: Any, **named: Any) -> None:
+        """Free what the request's window has passed, and leave the window evictable with which it began behind
+        a continuation, once the request has freed a slot of its own."""
+        super().evict_sliding_windows(req, *where, **named)
+        prefix = req.last_node
+        if isinstance(prefix, Continued) and self._freed_of_window(req) > prefix.length:
             self._release_ending(req)
-        super().release_swa_prefix_lock(req)
 
     def insert(self, params: Any) -> Any:
         with self._freed.inserting(params.value):
@@ -358,7 +360,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         more = had - int(core())
         slots = mine.evict_endings(min(wanted, max((more + wanted) // 2, 0)), self._free_continued)
         endings = had - mine.evictable_endings
-        result = self._evict_both(evict, dataclasses.replace(params, **{asked: 0}), **named)
+        # What went with the endings counts.
+        others = {"num_tokens": max(params.num_tokens - slots, 0), asked: 0}
+        result = self._evict_both(evict, dataclasses.replace(params, **others), **named)
         slots += result.num_tokens_evicted
         endings += getattr(result, evicted)
         if endings < wanted:
@@ -621,9 +625,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return CompositionLock(map(super().lock, where[0].nodes))
         if where and isinstance(where[0], Continued):
             prefix = where[0]
-            if self.is_mamba_enabled and prefix.ending is not None:
-                # Of all states, the request needs only the one that it begins with.
-                named["skip_lock_components"] = (compat.ComponentType.MAMBA,)
+            if prefix.ending is not None:
+                # Of all states and windows, the request needs only the one that it begins with.
+                kind = (
+                    compat.ComponentType.MAMBA
+                    if self.is_mamba_enabled
+                    else compat.ComponentType.SWA
+                )
+                named["skip_lock_components"] = (kind,)
             lock = super().lock(int(prefix), *where[1:], **named)
             assert lock is not None, "a continued prefix begins on a path of the tree"
             reads = self._continuations.pin(prefix.parts)

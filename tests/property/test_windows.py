@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.cache import continuations
 from sglang_reasoncache.cache.continuations import Continued
+from sglang_reasoncache.cache.tree import ContinuedLock
 from sglang_reasoncache.filter.process import FilterProcess
 from tests.property.test_groups import PICK, RandomMeter
 from tests.property.test_memory import explore
@@ -75,16 +77,21 @@ class WindowMachine(SchedulingMachine):
             if req in self.running:
                 self._finish([req])
 
-    @rule(wanted=st.sampled_from((1, 9, 30, 400)))
-    def evict_windows(self, wanted: int) -> None:
-        """Evict windows. As many slots must become free as the tree counts as evictable."""
+    @rule(wanted=st.sampled_from((1, 9, 30, 400)), slots=st.sampled_from((0, 0, 12)))
+    def evict_windows(self, wanted: int, slots: int) -> None:
+        """Evict windows, sometimes with slots of the other pool. As many must become free as the tree counts as
+        evictable."""
         tree = self.world.tree
         pool = self.world.allocator
         there = pool.continuations
         before = pool.swa_available_size()
         mine = there.evictable_endings
         evictable = tree.swa_evictable_size()
-        found = tree.evict(EvictParams(num_tokens=0, swa_num_tokens=wanted)).swa_num_tokens_evicted
+        full = min(slots, tree.full_evictable_size())
+        free = pool.full_available_size()
+        params = EvictParams(num_tokens=slots, swa_num_tokens=wanted)
+        found = tree.evict(params).swa_num_tokens_evicted
+        assert pool.full_available_size() - free >= full
         freed = pool.swa_available_size() - before
         assert freed == found == evictable - tree.swa_evictable_size() >= min(wanted, evictable)
         type(self).taken += mine - there.evictable_endings
@@ -103,6 +110,15 @@ class WindowMachine(SchedulingMachine):
         assert len(set(kept)) == len(kept), "two hold one window"
         assert (world.peers(kept) > 0).all()
         assert there.evictable_endings + there.protected_endings == len(kept)
+        needed = [
+            req.lock
+            for req in self.holding()
+            if isinstance(req.lock, ContinuedLock) and req.lock.reads_ending
+        ]
+        # A request needs the window that it began with until it has freed a slot of its own.
+        for lock, req in ((req.lock, req) for req in self.holding() if req.lock in needed):
+            assert req.kv.get_evicted_seqlen(ComponentType.SWA) <= lock.parts[-1].end
+        assert there.protected_endings == WINDOW * len({id(lock.parts[-1].node) for lock in needed})
         assert all(node.needs_ending for node in there)
         books = tree.swa_evictable_size() + tree.swa_protected_size() + pool.swa_available_size()
         assert books + world.of_requests(self.holding()) == world.total, "a window slot is lost"

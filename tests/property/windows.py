@@ -41,7 +41,8 @@ class WindowWorld(World):
         self.allocator.free_group_begin()
         for req in reqs:
             self.tree.evict_sliding_windows(req, req.seqlen - 1)
-            if req.kv.kv_allocated_len - WINDOW >= req.kv.cache_protected_len:
+            if req.kv.kv_allocated_len - WINDOW >= req.kv.cache_protected_len and req.lock:
+                # SGLang does this with SGLANG_OPT_RELEASE_PREFILL_SWA.
                 self.tree.release_swa_prefix_lock(req)
         self.allocator.free_group_end()
         return super().decode(reqs)
