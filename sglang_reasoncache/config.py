@@ -351,7 +351,8 @@ class ResolvedConfig:
             sliding windows need.
         page: Page size, in tokens.
         uncorrected: Why keys cannot be rotated to the positions that read them, so that nothing is shared.
-        learns: Whether the operator's settings share or evict. Admission then learns, even if ``uncorrected``.
+        learns: Whether the operator's settings share or evict. If so, admission learns how much to reserve,
+            even if ``uncorrected``.
     """
 
     config: ReasonCacheConfig

@@ -123,9 +123,21 @@ class Continuation:
         self.borrowed = int(np.count_nonzero(is_borrowed))
         self.owned = int(self._page * (len(alone) + len(owned)))
 
-    def extend(self, tail: Continuation) -> None:
-        """Append a continuation that goes on with all of this one. No other request reads this one. Endings are
-        left to the caller."""
+    def takes(self, start: int, is_short: bool) -> bool:
+        """Whether the one request that reads this one may append what it computed from ``start`` on. With a
+        whole ending that is kept beside this one, so that prompts can go on behind both. ``is_short``: whether
+        it is shorter than a window, so that its window begins here."""
+        can = self.ending is not None if is_short else not self.needs_ending
+        return can and self.end == start and self.pins == 1 and not self.children
+
+    def extend(self, tail: Continuation) -> torch.Tensor:
+        """Append a continuation that goes on with all of this one, if this one :meth:`takes` it. Returns the
+        slots that the last window has passed."""
+        passed = self.slots[:0]
+        if self.ending is not None and tail.ending is not None:
+            joined = torch.cat((self.ending, tail.ending))
+            passed = joined[: len(tail.ending)]
+            self.ending = joined[len(tail.ending) :]
         # What the rest borrows of this one is named twice here, unless nothing is known of its slot.
         mine = named_pages(self.known, self._page)[1]
         borrowed = tail._borrowed[~np.isin(tail._borrowed // self._page, mine)]
@@ -137,6 +149,7 @@ class Continuation:
         self.known = np.concatenate((self.known, tail.known))
         self._lent = np.concatenate((self._lent, tail._lent))
         self.keep(len(self.tokens))
+        return passed
 
     @property
     def ends_a_prefix(self) -> bool:
@@ -414,7 +427,7 @@ class Continuations:
             start: Position of the first token to keep, which begins a page.
             slots, known, exact, lent, borrowed, ending: See :class:`Continuation`.
             needed: Size of a whole ending. If ``ending`` is smaller, the rest is what ``prefix`` ends with.
-            release: Frees a part of an ending that is not needed any more.
+            release: Frees the part of an ending that a short turn has passed.
             references: Page -> number of references, if it is not 1.
         """
         tokens = np.array(key.token_ids, dtype=np.int64)
@@ -443,20 +456,17 @@ class Continuations:
             or any(_serves(each, made, tokens) for each in alike)
         ):
             return False
-        # Whether only this request reads the parent.
-        is_only = (
-            parent is not None and parent.end == start and parent.pins == 1 and not parent.children
-        )
         is_short = ending is not None and len(ending) < needed
-        if is_short and not (is_only and parent is not None and parent.ending is not None):
+        extends = parent is not None and parent.takes(start, is_short)
+        if is_short and not extends:
             return False
-        if parent is not None and is_only and (is_short or not parent.needs_ending):
-            if ending is not None:
-                self._extend_ending(parent, ending, needed, release)
+        if parent is not None and extends:
             owned = parent.owned
             before = Counter(parent.lent.tolist())
             self.borrowed -= parent.borrowed
-            parent.extend(made)
+            passed = parent.extend(made)
+            if release is not None:
+                release(passed)
             self.borrowed += parent.borrowed
             self._pinned += parent.owned - owned
             added = Counter(parent.lent.tolist()) - before
@@ -474,25 +484,6 @@ class Continuations:
         for each in _and_parents(parent):
             self._used.move_to_end(each)
         return True
-
-    def _extend_ending(
-        self,
-        node: Continuation,
-        more: torch.Tensor,
-        needed: int,
-        release: Callable[[torch.Tensor], None] | None,
-    ) -> None:
-        """Move the ending of ``node`` on by ``more`` slots of the window pool."""
-        assert node.ending is not None and release is not None
-        joined = torch.cat((node.ending, more))
-        # Tensors that others hold stay as they are.
-        change = min(len(joined), needed) - len(node.ending)
-        release(joined[:-needed])
-        node.ending = joined[-needed:]
-        if node.readers:
-            self.protected_endings += change
-        else:
-            self.evictable_endings += change
 
     def _branches(self, node: Continuation) -> Branches:
         """Where ``node`` belongs."""

@@ -179,12 +179,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return None
         return state if self._continue(req, state.length, state.slot) else None
 
-    def _continue(self, req: Request, up_to: int, state: torch.Tensor | None = None) -> bool:
+    def _continue(self, req: Request, up_to: int, ending: torch.Tensor | None = None) -> bool:
         """Keep what a finished request computed behind the part that it published, if that is approximate, goes
         on with a continuation, or is read by other responses to the same prompt. Returns whether it is kept.
 
-        ``state``: slot of the state after ``up_to`` positions, in models with state layers. In models with a
-        window pool the last window is kept, too."""
+        ``ending``: slot of the state after ``up_to`` positions, in models with state layers. In models with a
+        window pool it is the last window."""
         row = self._host_row(req.kv)
         start = req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
@@ -197,7 +197,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # A draft layer's KV of a position depends on the next token, too: SGLang's keys are pairs.
             end -= 1
         end -= end % self.page_size
-        if end <= start or (state is not None and end < up_to):
+        if end <= start or (ending is not None and end < up_to):
             return False
         borrowed = row.named_before_and_after(start)
         slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end].long()
@@ -205,12 +205,16 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt
         )
         exact = end if first is None else first
-        first_alive = max(start, self._freed_of_window(req)) if self.is_swa_enabled else end
-        window_at = max(end - self._window, start)
+        needed = 1
+        passed = slots[:0]
         if self.is_swa_enabled:
+            needed = self.sliding_window_size
+            first_alive = max(start, self._freed_of_window(req))
+            window_at = max(end - needed, start)
             if window_at < first_alive:
                 return False
-            state = slots[window_at - start :]
+            passed = slots[first_alive - start : window_at - start]
+            ending = slots[window_at - start :]
         is_kept = self._continuations.add(
             key,
             prefix,
@@ -222,22 +226,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             lent=np.fromiter(row.in_other_rows, dtype=np.int64),
             borrowed=np.fromiter(borrowed, dtype=np.int64),
             references=self.token_to_kv_pool_allocator.references,
-            ending=state,
-            needed=self._window if self.is_swa_enabled else 1,
+            ending=ending,
+            needed=needed,
             release=self.token_to_kv_pool_allocator.release_window,
         )
         if is_kept:
             # SGLang frees only what is behind.
             req.kv.cache_protected_len = end
-            self.token_to_kv_pool_allocator.release_window(
-                slots[first_alive - start : window_at - start]
-            )
+            self.token_to_kv_pool_allocator.release_window(passed)
         return is_kept
-
-    @property
-    def _window(self) -> int:
-        """How many positions before a prompt's next token its window layers read."""
-        return int(self.sliding_window_size or 0)
 
     def _release_ending(self, req: Request) -> None:
         """A request needs no longer what it began with behind a continuation: a state or a window."""
@@ -366,9 +363,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         slots += result.num_tokens_evicted
         endings += getattr(result, evicted)
         if endings < wanted:
-            none: dict[str, int] = dict(num_tokens=0, swa_num_tokens=0, mamba_num=0)
-            left = dataclasses.replace(params, **none | {asked: wanted - endings})
-            of_core = self._evict_core(evict, left)
+            left: dict[str, int] = {asked: wanted - endings}
+            of_core = self._evict_core(evict, compat.EvictParams(**left))
             slots += of_core.num_tokens_evicted
             endings += getattr(of_core, evicted)
             had = mine.evictable_endings

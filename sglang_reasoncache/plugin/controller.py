@@ -73,8 +73,6 @@ class Controller:
         self.containment = Containment(self.ranks, self._disable)
         self._tokens_a_step = 0
         self._is_active = self.config.is_active
-        # A server that wants to share and cannot learns all the same how much to reserve.
-        self._learns = self._is_active or (self.learns and self.report.uncorrected is not None)
         self._holds = False
         with self.containment:
             self.report.publish()
@@ -131,7 +129,7 @@ class Controller:
 
         if self._is_active and self.report.disabled is None:
             self.containment.together(ask)
-        if not self._learns or self.report.disabled is not None:
+        if not self.learns or self.report.disabled is not None:
             return NOTHING_PROMISED
         kept = 1.0 - self.config.admission_credit
         return Promise(shareable=least, ahead=self.shortage.headroom.ahead, kept=kept)

@@ -243,17 +243,20 @@ def _after_decode(
     *_: Any,
     **__: Any,
 ) -> None:
-    # With speculation a step may give a request several tokens.
-    accepted = output.accept_lens
-    freed = controller.after_decode(batch.reqs, None if accepted is None else int(accepted.sum()))
+    freed = controller.after_decode(batch.reqs, _tokens(batch, output))
     _admit_again(processor, controller.admits_again() or freed > 0)
 
 
 def _after_decode_unshared(
     unshared: Unshared, _result: None, _processor: Any, batch: ScheduleBatch, output: Any, *_: Any, **__: Any
 ) -> None:  # fmt: skip
+    unshared.after_decode(_tokens(batch, output))
+
+
+def _tokens(batch: ScheduleBatch, output: Any) -> int:
+    """How many tokens a decode step gave: with speculation several a request."""
     accepted = output.accept_lens
-    unshared.after_decode(len(batch.reqs) if accepted is None else int(accepted.sum()))
+    return len(batch.reqs) if accepted is None else int(accepted.sum())
 
 
 def _after_prefill_unshared(

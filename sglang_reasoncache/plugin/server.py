@@ -171,7 +171,7 @@ class ServerParts:
         model's KV is copied, too."""
         config = resolved.config
         asked = config.host_swap_gb
-        if asked == 0 or not (config.is_active or (resolved.uncorrected and resolved.learns)):
+        if asked == 0 or not resolved.learns:
             return None
         drafts = {
             "a draft model's KV was not found": refusals.has_draft_model(args)

@@ -44,14 +44,14 @@ class Unshared(NoOwner):
         self.admission: PreallocAdmission | None = None
         self.disabled: str | None = None
         self.containment = Containment(Ranks(), self._disable)
-        self.shortage = Shortage(int(allocator.size_full))
+        ahead = compat.get_alloc_reserve_per_decode()
+        self.shortage = Shortage(int(allocator.size_full), ahead)
         self._allocator = allocator
         self._config = config
         self._reason = reason
         self._dp_rank = dp_rank
         self._stats = SharingStats()
         self._metrics: SharingMetrics | None = None
-        self._learns = config.is_active
         if not config.is_active:
             # The settings would share nothing anyway.
             return
@@ -65,9 +65,6 @@ class Unshared(NoOwner):
 
     def tree(self, context: TreeCacheBuildContext, metrics: SharingMetrics | None) -> Any:
         """Make SGLang's own prefix cache. ``metrics``: Prometheus series."""
-        self.shortage = Shortage(
-            int(self._allocator.size_full), compat.get_alloc_reserve_per_decode()
-        )
         if context.server_args.disaggregation_mode == "decode":
             self.admission = PreallocAdmission(self)
         self._metrics = metrics
@@ -95,7 +92,7 @@ class Unshared(NoOwner):
 
     def promise(self) -> Promise:
         """The learned reserve."""
-        if self.disabled or not self._learns:
+        if self.disabled or not self._config.is_active:
             return NOTHING_PROMISED
         kept = 1.0 - self._config.admission_credit
         return Promise(shareable=0, ahead=self.shortage.headroom.ahead, kept=kept)

@@ -185,7 +185,7 @@ def test_what_was_approximate_is_not_published(
 def test_an_idle_plugin_leaves_admission_to_sglang() -> None:
     world, _ = started(SETUPS[0])
     world.controller._is_active = False
-    world.controller._learns = False
+    world.controller.learns = False
     assert world.controller.promise() is NOTHING_PROMISED
 
 
