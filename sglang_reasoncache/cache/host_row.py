@@ -170,9 +170,12 @@ class HostRow:
         assert old > UNKNOWN and slot > UNKNOWN, "a slot that is shared was located"
         positions = [] if old == slot else self._readers.get(old, [position])
         borrowed = bool(positions) and not sources and slot not in self._readers
-        moved = Moved(self, positions, old, slot, borrowed, self.first_shared)
+        # Another position of the same block may have been redirected to ``old`` just now.
+        lent = bool(positions) and old in self.in_other_rows
+        moved = Moved(self, positions, old, slot, borrowed, lent, self.first_shared)
         if positions:
             self._readers.pop(old, None)
+            self.in_other_rows.discard(old)
             there = self._readers.setdefault(slot, sources)
             self.saved += not borrowed
             self.borrowed += borrowed
@@ -233,13 +236,15 @@ class Moved(NamedTuple):
     """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
 
     ``positions`` is empty if ``old`` and ``new`` are the same. ``borrowed``: whether ``new`` belongs to another
-    request and no position of this row named ``new`` before. ``first``: ``first_shared`` before the change."""
+    request and no position of this row named ``new`` before. ``lent``: whether another row names ``old``, which
+    no position of this row names any more. ``first``: ``first_shared`` before the change."""
 
     row: HostRow
     positions: list[int]
     old: int
     new: int
     borrowed: bool
+    lent: bool
     first: int | None
 
     def undo(self) -> None:
@@ -254,6 +259,8 @@ class Moved(NamedTuple):
         if self.borrowed:
             del row._readers[self.new]
             row.in_other_rows.discard(self.new)
+        if self.lent:
+            row.in_other_rows.add(self.old)
         row._readers[self.old] = self.positions
         row._slots[self.positions] = self.old
         row.first_shared = self.first

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.cache.host_row import EVICTED, UNKNOWN, HostRow, Moved, undo
@@ -70,7 +70,13 @@ class Plain:
             assert row.first_in_other_rows(end) == min(there, default=end)
 
 
+#: After these, positions of one block name one slot.
+ALIKE = [(0, 0, 0, 3, False), (0, 0, 0, 4, False)]
+
+
 @settings(max_examples=600, deadline=None)
+@example([*ALIKE, (0, 0, 1, 0, False)])
+@example([*ALIKE, (0, 0, 1, 0, True), (0, 0, 1, 5, False)])
 @given(st.lists(READ | UNSET, max_size=12))
 def test_rows_are_lists_of_slots(
     steps: list[tuple[int, int, int, int, bool] | tuple[int, list[int]]],
