@@ -19,6 +19,12 @@ LONG = 60_000
 Spans = list[tuple[int, int]]
 
 
+@pytest.fixture(autouse=True)
+def _drawn_alike(request: pytest.FixtureRequest) -> None:
+    """A test draws the same texts, whichever tests ran before it: now and then two texts' ends are equal."""
+    DRAW.seed(request.node.name)
+
+
 def _text(length: int) -> list[int]:
     return [DRAW.randrange(100, 50_000) for _ in range(length)]
 
