@@ -55,6 +55,8 @@ class ReasonCacheConfig:
         "What to do with the KV of running requests. reasoncache: repeated blocks share slots. "
         f"{', '.join(BUILT_IN)}: evict positions beyond budget=N or share=F; with when=short, only "
         "when SGLang would retract a request. module:Class: an evicting policy of another package. "
+        "quest: decode steps read the budget=N positions that may matter most, and nothing is freed "
+        "(needs --page-size above 1; see docs/selection.md). "
         "none: nothing. Join several by +. See docs/eviction.md.",
         values=_POLICY_BOUND,
     )

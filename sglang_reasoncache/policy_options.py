@@ -11,14 +11,18 @@ import functools
 import re
 import typing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang_reasoncache import registry, techniques
 from sglang_reasoncache.arguments import kind_of, value_of
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
 from sglang_reasoncache.registry import NOTHING, SHARING
+from sglang_reasoncache.selection.quest import Quest
 
+_Policy = TypeVar("_Policy")
+#: Names of all policies of this package.
+_KNOWN = (NOTHING, SHARING, *registry.BUILT_IN, *registry.SELECTING)
 _LONGEST = 1000
 #: ``module:Class``, perhaps with options. Where a name's first option would be is no ``=``, so it is the class.
 _OF_A_PACKAGE = re.compile(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?:[,:](.*))?")
@@ -30,10 +34,17 @@ class PolicyError(ValueError):
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """What ``--reasoncache-policy`` chooses. ``evictors``: evicting policies in the order in which they act."""
+    """What ``--reasoncache-policy`` chooses. ``evictors``: evicting policies in the order in which they act.
+    ``selector``: selects what decode steps read. None: they read everything."""
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()
+    selector: Quest | None = None
+
+    @property
+    def needs_our_attention(self) -> bool:
+        """Whether only our kernels can read what the policies leave."""
+        return bool(self.evictors) or self.selector is not None
 
 
 @functools.lru_cache(maxsize=64)
@@ -50,35 +61,41 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
         if name == NOTHING and len(parts) > 1:
             raise PolicyError(f"{NOTHING} alone, or without it")
-    evictors = [
-        NamedPolicy(name, _make(name, options))
-        for name, options in parts
-        if name not in (NOTHING, SHARING)
-    ]
-    return PolicyChoice(SHARING in names, tuple(evictors))
+    selector = None
+    evictors = []
+    for name, options in parts:
+        if name in registry.SELECTING:
+            selector = _with_options(name, registry.SELECTING[name], options)
+        elif name not in (NOTHING, SHARING):
+            evictors.append(NamedPolicy(name, _evictor(name, options)))
+    return PolicyChoice(SHARING in names, tuple(evictors), selector)
 
 
 def _name_and_options(part: str) -> tuple[str, str]:
     name, _, options = part.partition(":")
     of_a_package = _OF_A_PACKAGE.fullmatch(part)
-    if of_a_package is None or name in (NOTHING, SHARING, *registry.BUILT_IN):
+    if of_a_package is None or name in _KNOWN:
         return name, options
     return of_a_package[1], of_a_package[2] or ""
 
 
-def _make(name: str, options: str) -> Evictor:
+def _evictor(name: str, options: str) -> Evictor:
     try:
         kind = registry.evictor_class(name)
     except KeyError as error:
-        known = ", ".join((NOTHING, SHARING, *registry.BUILT_IN))
-        bound = f"with every NAME one of {known} or module:Class, not {name!r}"
+        bound = f"with every NAME one of {', '.join(_KNOWN)} or module:Class, not {name!r}"
         technique = techniques.named(name)
         if technique is not None:
             bound += f" ({technique.sentence})"
         raise PolicyError(bound) from error
     except ValueError as error:
         raise PolicyError(f"with {name} an evicting policy ({error})") from error
-    fields = [field.name for field in dataclasses.fields(kind)]
+    return _with_options(name, kind, options)
+
+
+def _with_options(name: str, kind: type[_Policy], options: str) -> _Policy:
+    """Make a policy of class ``kind``, a dataclass whose fields are its options."""
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     types_of = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for part in re.split("[,:]", options) if options else ():

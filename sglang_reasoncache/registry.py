@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the policies, which share or evict KV of running requests, by name."""
+"""Finds the policies by name: those that share or evict KV of running requests, or select what steps read."""
 
 import importlib
 import pkgutil
 from collections.abc import Mapping
 
 from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.selection.quest import Quest
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
 #: Name -> class of each evicting policy of this package, which needs one line here.
@@ -19,6 +20,8 @@ BUILT_IN: Mapping[str, str] = {
     "rkv": f"{_POLICIES}.rkv:RKV",
     "triattention": f"{_POLICIES}.triattention:TriAttention",
 }
+#: Name -> class of each policy that selects what decode steps read.
+SELECTING: Mapping[str, type[Quest]] = {"quest": Quest}
 #: The policy that shares.
 SHARING = "reasoncache"
 #: The policy that does nothing.

@@ -15,7 +15,7 @@ import pytest
 from sglang_reasoncache import arguments, compat
 from sglang_reasoncache.arguments import FLAGS, SET, arguments_of, flag_of
 from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, type_of
-from sglang_reasoncache.plugin import flags, hooks, refusals
+from sglang_reasoncache.plugin import attention, flags, hooks, refusals
 from tools import settings_table
 
 
@@ -187,7 +187,7 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     refusals.check(_server_args(**eagle, enable_hierarchical_cache=True))
     evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
     with pytest.raises(ValueError, match="keydiff.* without --speculative-algorithm"):
-        refusals.check_where_policies_evict(evicts, _server_args(**eagle))
+        refusals.check_where_policies_act(evicts, _server_args(**eagle))
     # SGLang may settle for another algorithm than the operator named.
     refusals.check_speculation(_server_args(**eagle), "EAGLE", 1, has_windows=False)
     for settled, windows in (("FROZEN_KV_MTP", False), ("EAGLE", True)):
@@ -210,9 +210,34 @@ def test_a_pd_pair_shares_on_its_decode_server_only() -> None:
         with pytest.raises(ValueError, match=message):
             refusals.check(_server_args(**{**decode, **fields}))
     evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
-    refusals.check_where_policies_evict(evicts, _server_args())
+    refusals.check_where_policies_act(evicts, _server_args())
     with pytest.raises(ValueError, match="keydiff.* without --disaggregation-mode decode"):
-        refusals.check_where_policies_evict(evicts, _server_args(**decode))
+        refusals.check_where_policies_act(evicts, _server_args(**decode))
+
+
+def test_what_a_policy_that_selects_needs_is_named() -> None:
+    selects = ReasonCacheConfig(policy="reasoncache+quest:budget=64")
+    with pytest.raises(
+        ValueError, match="quest:budget=64 leaves out positions, which --attention-"
+    ):
+        refusals.check_policies(selects, ["--attention-backend torch_native"])
+    refusals.check_policies(selects, [])
+    for fields, flag in (
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+    ):
+        with pytest.raises(ValueError, match=f"quest:budget=64 selects .* without {flag}"):
+            refusals.check_where_policies_act(selects, _server_args(**fields))
+    page = SimpleNamespace(page_size=1)
+    with pytest.raises(ValueError, match="--page-size must be at least 2 .*, got 1"):
+        attention.check_latent_policies(selects, page)
+    for wrong, message in (
+        ("quest:budget=0", "budget of quest between 1 and"),
+        ("quest+quest", "with quest once"),
+        ("quest:recent=3", "options of quest among budget, whole_layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ReasonCacheConfig(policy=wrong)
 
 
 def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,10 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
 #: Test file -> other test files to run in its second process: each process takes seconds to import SGLang.
 _BESIDE = {
     "test_attention": [
-        f"tests/kernels/test_{name}.py" for name in ("attention_triton", "distance", "plan")
-    ]
+        f"tests/kernels/test_{name}.py"
+        for name in ("attention_triton", "distance", "page_logits", "plan")
+    ],
+    "test_attention_cuda_graph": ["tests/selection/test_device.py"],
 }
 
 

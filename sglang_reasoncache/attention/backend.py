@@ -81,7 +81,9 @@ class PagedBackend(_Stock):
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         self.paged.keep(q, layer)
         if self.paged.extend_plan is None and not self.always_ours:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+            self.paged.written(layer)
+            return out
         q, sinks = self._put(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         return self.paged.extend(q, layer, forward_batch, sinks)
 
@@ -107,6 +109,7 @@ class PagedBackend(_Stock):
                 f"{self.requested_by}: attention with {', '.join(unknown)} is not supported"
             )
         self.paged.put(k, v, layer, forward_batch, save_kv_cache)
+        self.paged.written(layer)
         return q, sinks
 
     def _rotated(

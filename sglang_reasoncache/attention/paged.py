@@ -33,6 +33,8 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import RowPlan
+from sglang_reasoncache.selection.pages import PageSelection
+from sglang_reasoncache.selection.quest import Quest
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
@@ -42,7 +44,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def once_more(work: _Method) -> _Method:
     """Decorates a method so that :meth:`Containment.once_more` calls the method again if the first call raises.
-    The method may only make new results or overwrite old ones, so that a second call does no harm."""
+    The method may only make new results or overwrite old ones, so that a second call does no harm. (It may
+    count what a selection chose twice.)"""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -73,8 +76,6 @@ class PagedAttention:
         #: Whether only our kernels can read rows that share: keys are rotated, or a page of positions names
         #: slots of several pages, which SGLang's page tables cannot say.
         self.reads_shared = cached is not None or pool.page_size > 1
-        #: Whether decode plans are merged (:class:`RowPlan`), so that a slot that a row repeats is read once.
-        self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
         self.device = self._rows.req_to_token.device
         #: Number of positions of a row.
@@ -108,6 +109,7 @@ class PagedAttention:
         # Whether prefills handle tokens singly, like decode: PyTorch's fused attention cannot soft-cap logits.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None if no policy reads queries
+        self.selection: PageSelection | None = None  # None if decode steps read all pages
         self.forget()
 
     # -- when the server starts -----------------------------------------------------
@@ -127,7 +129,26 @@ class PagedAttention:
         self.queries = RecentQueries(layers, generations, window, self.dtype, self.device)
         return self.queries
 
+    def select(self, quest: Quest) -> PageSelection:
+        """Have decode steps read the pages that ``quest`` selects from now on. Raises MemoryError if memory is
+        missing."""
+        self.selection = PageSelection(
+            quest,
+            {layer: kv.keys for layer, kv in self.pools.items()},
+            self._pool.page_size,
+            self._rows.req_to_token,
+            self._cached_at,
+            self.backend,
+        )
+        return self.selection
+
     # -- planning -------------------------------------------------------------------
+
+    @property
+    def merges(self) -> bool:
+        """Whether decode plans are merged (:class:`RowPlan`), so that a slot that a row repeats is read once.
+        Not with a selection: each layer makes a plan then, and merging takes several launches on a GPU."""
+        return self.cached is not None and self.selection is None
 
     def buffers(
         self, batch: int, entries: int | None = None, *, merge: bool = False
@@ -261,8 +282,12 @@ class PagedAttention:
         #: The peers of the new tokens' slots. None until :meth:`put` sets them, and without a window pool.
         self._new_peers: Tensor | None = None
         self._repairs: list[Repaired] = []
+        #: Memory for the plans of layers that select. None until the first one of a forward, and on a CPU.
+        self._chosen: PlanBuffers | None = None
         if self.queries is not None:
             self.queries.forget()
+        if self.selection is not None:
+            self.selection.forget()
 
     def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
         """This prefill's requests that recompute tokens of cached documents or whose attention is scored."""
@@ -297,6 +322,28 @@ class PagedAttention:
         elif batch.rids is not None:
             # SGLang's own trial runs have no requests, so they keep no queries.
             self.queries.begin_extend(rows, positions, batch.extend_seq_lens_cpu)
+
+    @once_more
+    def begin_selection(self, batch: ForwardBatch, longest: int | None = None) -> None:
+        """Have the selection read the rows of a forward, if there is one. Follows :meth:`record`. ``longest``:
+        length of the longest row, or a greater number; None: as the batch says."""
+        if self.selection is None:
+            return
+        if longest is None:
+            lengths = batch.seq_lens_cpu
+            if lengths is None and self.device.type == "cpu":
+                lengths = batch.seq_lens
+            longest = self.width if lengths is None else int(lengths.max())
+        decodes = batch.forward_mode.is_decode()
+        self.selection.begin(batch.req_pool_indices, batch.seq_lens, longest, decodes=decodes)
+
+    @once_more
+    def written(self, layer: AttentionLayer) -> None:
+        """Called when the new keys of a layer are in the pool, whichever kernels compute its attention."""
+        if self.selection is not None:
+            # This call waits until SGLang has loaded the layer's KV from the host.
+            self._pool.get_key_buffer(layer.layer_id)
+            self.selection.written(layer.layer_id)
 
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:
@@ -382,11 +429,40 @@ class PagedAttention:
         if self.rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
         rows = self.windows.get(reach_of(layer), self.rows)
+        if self.selection is not None:
+            rows = self._selected(q, layer, rows)
         run = functools.partial(decode_attention, sees=self._sees)
         planned = len(rows.kv_indptr) - 1
         if self._sees is not None:
             planned *= self._sees.shape[1]
         return _padded(self._attend(run, q[:planned], layer, rows, sinks), len(q))
+
+    def _selected(self, q: Tensor, layer: AttentionLayer, rows: RowPlan) -> RowPlan:
+        """The plan of a layer of a decode step: ``rows``, or what the selection chose."""
+        assert self.selection is not None
+        query = q[: len(rows.kv_indptr) - 1].view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        chosen = self.selection.choose(layer.layer_id, query, self._scales(layer)[0])
+        if chosen is None:
+            return rows
+        table, lengths = chosen
+        numbers = torch.arange(len(table), device=table.device)
+        if self.backend != "triton":
+            return plan_rows(
+                table,
+                numbers,
+                lengths,
+                self._cached_at if self.slots.has_shifted_slots else None,
+                num_slots=self._num_slots,
+            )
+        from sglang_reasoncache.kernels.plan_triton import plan_into
+
+        if self._chosen is None:
+            self._chosen = self.buffers(len(table), table.numel())
+        return self.readable(
+            plan_into(
+                self._chosen, table, numbers, lengths, self._cached_at, num_slots=self._num_slots
+            )
+        )
 
     @once_more
     def extend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any) -> Tensor:

@@ -4,7 +4,8 @@
 A *shifted* slot is read at a position other than the one that its key was rotated for. Our kernels run forwards
 with shifted slots or evicted positions, SGLang's kernels run all others. At page sizes above 1 our kernels run
 all forwards whose rows share slots, rotated or not: SGLang's may look up only the first slot of a page. A graph
-of decode steps with our kernels also contains the planning, which lists the slots to read."""
+of decode steps with our kernels also contains the planning, which lists the slots to read. If a policy selects
+what decode steps read, our kernels run all of them."""
 
 from __future__ import annotations
 
@@ -62,13 +63,21 @@ class SharedSlotReads(PagedBackend):
         self._sees: torch.Tensor | None = None
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
-        """Whether rows of a batch may have shifted slots or evicted positions."""
+        """Whether rows of a batch may have shifted slots or evicted positions, or a decode step selects what it
+        reads."""
+        if self.selects and forward_batch.forward_mode.is_decode():
+            return True
         slots = self.paged.slots
         shared = self.paged.reads_shared and slots.has_shifted_slots
         if not (slots.has_evicted or shared):
             return False
         mark = mark_of(forward_batch)
         return mark is None or mark.needs_ours
+
+    @property
+    def selects(self) -> bool:
+        """Whether a policy selects what decode steps read."""
+        return self.paged.selection is not None
 
     # -- outside of graphs ------------------------------------------------------
 
@@ -80,6 +89,7 @@ class SharedSlotReads(PagedBackend):
             super().init_forward_metadata(forward_batch)
             return
         self.paged.record(forward_batch)
+        self.paged.begin_selection(forward_batch)
         if _decodes(mode):
             if self.needs_ours(forward_batch):
                 self.paged.begin_decode(forward_batch)
@@ -96,8 +106,8 @@ class SharedSlotReads(PagedBackend):
 
     @property
     def never_in_prefill_graphs(self) -> bool:
-        """True if a policy needs recent queries, which a prefill in a graph does not keep."""
-        return self.paged.queries is not None
+        """True if a policy needs recent queries or bounds of keys, which a prefill in a graph does not keep."""
+        return self.paged.queries is not None or self.selects
 
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether a prefill can run in a CUDA graph, which holds SGLang's kernels only."""
@@ -192,6 +202,7 @@ class SharedSlotReads(PagedBackend):
         if self.paged.rows is None:
             super().init_forward_metadata_in_graph(forward_batch)
             return
+        self.paged.begin_selection(forward_batch, self.paged.width)
         self.paged.plan_graph(self._graphs[-1], forward_batch)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
@@ -211,11 +222,13 @@ def _decodes(mode: ForwardMode) -> bool:
 class GraphVariants:
     """Implements SGLang's ``AttentionGraphVariants``: one backend has two decode graphs per batch size."""
 
-    #: SGLang captures the variants in this order, in one memory pool.
-    capture_labels = (PLAIN, SHIFTED)
-
     def __init__(self, backend: SharedSlotReads) -> None:
         self._backend = backend
+
+    @property
+    def capture_labels(self) -> tuple[str, ...]:
+        """SGLang captures the variants in this order, in one memory pool."""
+        return (SHIFTED,) if self._backend.selects else (PLAIN, SHIFTED)
 
     def select(self, forward_batch: ForwardBatch) -> str:
         """The label of the graph that ``forward_batch`` runs."""

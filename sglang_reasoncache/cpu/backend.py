@@ -24,6 +24,7 @@ class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
         if forward_batch.out_cache_loc is None or mode.is_idle():
             return
         paged.record(forward_batch)
+        paged.begin_selection(forward_batch)
         if mode.is_decode() or mode.is_target_verify():
             paged.begin_decode(forward_batch)
         else:

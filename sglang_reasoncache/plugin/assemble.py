@@ -19,6 +19,7 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.plugin.controller import INTERVAL, Controller
 from sglang_reasoncache.plugin.report import Report, SharingMetrics
+from sglang_reasoncache.selection.pages import PageSelection
 from sglang_reasoncache.sharing.headroom import LEAST
 from sglang_reasoncache.sharing.meter import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
@@ -43,6 +44,7 @@ def assemble(
     room: Callable[[], int],
     path_loaded: Callable[[torch.Tensor], None],
     swap: HostSwap | None = None,
+    selection: PageSelection | None = None,
     continues: bool = False,
     handover: Handover | None = None,
     stream: Any = None,
@@ -62,6 +64,7 @@ def assemble(
         room: Returns how many slots of the pool are free or evictable.
         path_loaded: See ``SlotOwner``.
         swap: Keeps the KV of retracted requests on the host. None if it is computed again.
+        selection: Selects what decode steps read. None if they read everything.
         continues: Whether what finished requests shared stays in the prefix cache.
         handover: Records cached positions of what another server prefills. None if this server prefills.
         stream: The CUDA stream on which the overlap schedule runs forwards. None on a CPU.
@@ -106,6 +109,7 @@ def assemble(
         eviction=eviction,
         continuations=lambda: allocator.continuations,
         swap=swap,
+        selection=selection,
         metrics=metrics,
         uncorrected=resolved.uncorrected,
         documents_off=documents_off,

@@ -22,6 +22,7 @@ from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import graph_votes, refusals
+from sglang_reasoncache.selection.pages import PageSelection
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
@@ -37,6 +38,7 @@ class AttentionParts:
     #: Whether prefills correct keys, too.
     corrects_prefills: bool = True
     queries: RecentQueries | None = None  # None if no policy reads recent queries
+    selection: PageSelection | None = None  # None if decode steps read everything
     serves_policies: bool = False
     uncorrected: str = ""  # why our backend cannot correct keys; "" if it can, or was not tried
 
@@ -88,7 +90,8 @@ def attention_backend(
     """Make our backend if settings and server allow it, else the registered one (``stock``). ``cached``: where
     our backend records the position that each key is rotated for. ``name``: one of ``compat.OUR_BACKENDS``.
     Raises ValueError if a requested backend or policy is not supported, or if memory is missing."""
-    layers = models.attention_layers(model_runner) if config.policies.evictors else ()
+    restricts = config.policies.needs_our_attention
+    layers = models.attention_layers(model_runner) if restricts else ()
     if any(map(models.reach_of, layers)):
         raise refusals.of_policy(
             config.policy, "does not support sliding windows: layers read different positions"
@@ -104,6 +107,7 @@ def attention_backend(
         rotations=paged.rotations,
         corrects_prefills=paged.runs_prefills,
         queries=_queries(paged, config),
+        selection=_selection(paged, config),
         serves_policies=True,
         uncorrected=uncorrected,
     )
@@ -129,6 +133,23 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
         queries.nbytes / 2**20,
     )
     return queries
+
+
+def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelection | None:
+    """Have decode steps select what they read if a policy says so. Raises ValueError if memory is missing."""
+    quest = config.policies.selector
+    if quest is None:
+        return None
+    try:
+        selection = paged.select(quest)
+    except MemoryError as error:
+        raise refusals.of_policy(
+            config.policy,
+            f"keeps bounds of the keys of every page: {error}; lower --mem-fraction-static, or take a larger "
+            "--page-size",
+        ) from error
+    logger.info("reasoncache: bounds of pages' keys take %.1f MiB", selection.nbytes / 2**20)
+    return selection
 
 
 def resolve_positions(
@@ -162,10 +183,16 @@ def resolve_positions(
 
 
 def check_latent_policies(config: ReasonCacheConfig, pool: Any) -> None:
-    """Raises ValueError if a policy evicts and attention is latent (MLA). Called before backends are built."""
-    if compat.latent_rank(pool) and config.policies.evictors:
+    """Raises ValueError if a policy evicts or selects and attention is latent (MLA), or if a policy selects
+    pages of one position. Called before backends are built."""
+    if compat.latent_rank(pool) and config.policies.needs_our_attention:
         raise refusals.of_policy(
             config.policy, "does not support latent attention: it scores keys and values of heads"
+        )
+    if config.policies.selector is not None and pool.page_size < 2:
+        raise refusals.of_policy(
+            config.policy,
+            f"selects whole pages: --page-size must be at least 2 (the paper has 16), got {pool.page_size}",
         )
 
 
@@ -216,7 +243,7 @@ def _own_backend(
         torch.cuda.empty_cache()
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
-    if name in compat.CUDA_BACKENDS and prefill == decode and config.policies.evictors:
+    if name in compat.CUDA_BACKENDS and prefill == decode and config.policies.needs_our_attention:
         # Policies need our kernels. ``check_policies`` refuses policies if prefill and decode use two backends.
         requested_by = f"{flag_of('policy')} {config.policy}"
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason

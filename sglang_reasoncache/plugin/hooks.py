@@ -101,8 +101,8 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
 def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> Any:
     """Replace SGLang's new allocator (``result``) with ours. A draft model's pool shares that of the target.
 
-    Where KV cannot be shared, SGLang's allocator stays. Raises ValueError then if a policy is to evict
-    or keys must be corrected."""
+    Where KV cannot be shared, SGLang's allocator stays. Raises ValueError then if a policy is to evict or
+    select, or keys must be corrected."""
     from sglang_reasoncache.config import config_of
     from sglang_reasoncache.plugin.server import ServerParts, dp_rank
     from sglang_reasoncache.plugin.unshared import Unshared
@@ -119,7 +119,7 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
     try:
         _server = ServerParts(config, result)
     except CannotShare as error:
-        if config.policies.evictors or config.positions == "corrected":
+        if config.policies.needs_our_attention or config.positions == "corrected":
             raise
         _unshared = Unshared(config, result, str(error), dp_rank())
         return None

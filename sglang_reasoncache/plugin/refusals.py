@@ -185,32 +185,43 @@ def refuse(subject: str, found: list[str]) -> None:
 
 
 def other_attention(args: ServerArgs) -> list[str]:
-    """Flags that choose an attention backend without support for evicting policies, each with its backend."""
+    """Flags that choose an attention backend without support for policies, each with its backend."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
 def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
-    """Raises ValueError if a policy evicts positions and ``others`` is not empty. ``others``: flags, each with
-    the name of an attention backend that would read evicted positions."""
-    if others and config.policies.evictors:
+    """Raises ValueError if a policy evicts or selects positions and ``others`` is not empty. ``others``: flags,
+    each with the name of an attention backend that would read all positions."""
+    if others and config.policies.needs_our_attention:
         use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
-        raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")
+        does = (
+            "evicts positions, which" if config.policies.evictors else "leaves out positions, which"
+        )
+        raise of_policy(config.policy, f"{does} {others[0]} would read; {use}")
 
 
-def check_where_policies_evict(config: ReasonCacheConfig, args: ServerArgs) -> None:
-    """Raises ValueError if a policy evicts positions on the decode server of a PD pair, because SGLang copies
-    the KV of all positions of a request that it retracts, or with speculation, where a request has several
-    queries a step."""
-    if not config.policies.evictors:
+def check_where_policies_act(config: ReasonCacheConfig, args: ServerArgs) -> None:
+    """Raises ValueError if a policy evicts or selects positions on the decode server of a PD pair, because
+    SGLang copies the KV of all positions of a request that it retracts, and no forward sees the keys that
+    arrive, or with speculation, where a request has several queries a step."""
+    if not config.policies.needs_our_attention:
         return
+    evicts = bool(config.policies.evictors)
     if args.disaggregation_mode == "decode":
-        evicts = "evicts positions, which a retraction would copy"
-        raise of_policy(config.policy, f"{evicts}; use it without --disaggregation-mode decode")
+        reason = (
+            "evicts positions, which a retraction would copy"
+            if evicts
+            else "selects by bounds of keys, which no forward computes where another server prefills"
+        )
+        raise of_policy(config.policy, f"{reason}; use it without --disaggregation-mode decode")
     if args.speculative_algorithm is not None:
-        reads = "evicts positions by the queries of decode steps"
-        raise of_policy(config.policy, f"{reads}; use it without --speculative-algorithm")
+        reason = "evicts" if evicts else "selects"
+        raise of_policy(
+            config.policy,
+            f"{reason} positions by the queries of decode steps; use it without --speculative-algorithm",
+        )
 
 
 def check_page_size(page_size: int) -> None:

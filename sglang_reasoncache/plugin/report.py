@@ -15,6 +15,7 @@ from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_by
 from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.selection.pages import PageSelection
 from sglang_reasoncache.sharing.blocks import MOST_OF_ID
 from sglang_reasoncache.sharing.group import PromptGroup
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
@@ -108,6 +109,7 @@ class Report:
     Attributes:
         continuations: Returns the part of the prefix cache whose nodes alias.
         swap: Keeps the KV of retracted requests on the host. None if it is computed again.
+        selection: Selects what decode steps read. None if they read everything.
         metrics: Prometheus series. None without ``--enable-metrics``.
         uncorrected: Why keys cannot be rotated to positions that read them, so nothing is shared. Else None.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
@@ -124,6 +126,7 @@ class Report:
     eviction: EvictionController
     continuations: Callable[[], Continuations]
     swap: HostSwap | None = None
+    selection: PageSelection | None = None
     metrics: SharingMetrics | None = None
     uncorrected: str | None = None
     documents_off: str | None = None
@@ -203,6 +206,7 @@ class Report:
         """Update the Prometheus series. ``latency``: seconds that the poll just took, if it compared blocks."""
         if self.metrics is None:
             return
+        self._count_selected()
         gauges = {
             **self._now,
             "memory_saving_ratio": self.stats.memory_saving_ratio,
@@ -215,6 +219,7 @@ class Report:
     def describe(self, ahead: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``ahead``: tokens of each request's output for which admission reserves slots.
         ``details``: add ``recent``. ``blocks``: include the fields ``_OF_BLOCKS``, up to 328,000 numbers."""
+        self._count_selected()
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]
@@ -236,6 +241,10 @@ class Report:
             "totals": self.stats.to_dict(),
             **({"recent": recent} if details else {}),
         }
+
+    def _count_selected(self) -> None:
+        if self.selection is not None:
+            self.stats.selected(*self.selection.newly_counted())
 
     def _groups(self, most: int) -> list[dict[str, Any]]:
         """JSON of at most ``most`` groups with several running requests. The groups whose requests read the

@@ -272,6 +272,7 @@ class ServerParts:
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
             swap=self._swap(tree, resolved, args),
+            selection=self._attention.selection,
             continues=self._continues(tree, config, args),
             handover=(
                 Handover(params.req_to_token_pool, self._cached, source.stream)

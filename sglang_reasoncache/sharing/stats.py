@@ -59,6 +59,10 @@ class SharingStats:
     tokens_composed: int = counter("Tokens of composed prompts read from cache, base included.")
     tokens_repaired: int = counter("Tokens of composed documents that were computed again.")
     repairs_missed: int = counter("Prompts composed without the repair that they asked for.")
+    positions_held: int = counter(
+        "Positions of rows that a policy selects from, added up over layers and decode steps."
+    )
+    positions_read: int = counter("Of these positions, those that attention read.")
     decode_steps: int = 0
     polls: int = 0
     sum_running: int = 0
@@ -92,6 +96,11 @@ class SharingStats:
         self.finished_evicted += evicted
         if logical > 0:
             self.sum_final_ratio += (redirected + evicted) / logical
+
+    def selected(self, held: int, read: int) -> None:
+        """Count what decode steps selected: ``read`` of ``held`` positions."""
+        self.positions_held += held
+        self.positions_read += read
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         """Count a prompt composed of ``documents`` cached documents. ``tokens``: how many tokens were read from

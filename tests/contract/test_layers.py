@@ -12,7 +12,7 @@ import sglang_reasoncache
 #: The rooms of each layer, lowest layer first.
 LAYERS = (
     ("arguments", "errors", "techniques"), ("compat",), ("custom_params",), ("device",),
-    ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
+    ("kernels", "native", "filter", "cache"), ("eviction", "selection"), ("attention",),
     ("cpu", "registry"), ("policy_options",), ("config",), ("sharing",), ("plugin",),
 )  # fmt: skip
 ROOT = Path(sglang_reasoncache.__file__).parent

@@ -26,6 +26,7 @@ from sglang_reasoncache.kernels import (
     decode_triton,
     distance_triton,
     gather_triton,
+    page_logits_triton,
     plan_triton,
     rotations_triton,
     row_plan,
@@ -40,15 +41,15 @@ E4M3 = torch.float8_e4m3fn
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
     "tile_ptr by following",
-    "i64": "requests lengths bases dst src bits sees",
+    "i64": "requests lengths bases dst src bits sees pages",
     "fp32": "parts part_lse sinks cosines sines",
     "fp64": "out",
-    "bf16": "query keys values out_k out_v",
+    "bf16": "query keys values out_k out_v bounds",
 }
 POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 #: Pointers and strides that are multiples of 16. ``end`` is not, because it is ``kv_indptr[1:]``.
 ALIGNED = {*POINTERS} - {"end"}
-ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride", "q_head_stride")
+ALIGNED_STRIDES = ("slot_stride", "page_stride", "head_stride", "q_row_stride", "q_head_stride")
 
 
 class Resources(NamedTuple):
@@ -176,6 +177,14 @@ def _gather() -> _Kernel:
     return gather_triton.gather_kernel, constants, {}
 
 
+def _logits(dim: int) -> _Kernel:
+    """Logits of pages with keys of ``dim`` elements, whose bounds are twice as wide."""
+    bounds = torch.empty(1, 8, 2 * dim, dtype=BF16, device="meta")
+    query = torch.empty(1, 32, 2 * dim, dtype=BF16, device="meta")
+    constants = page_logits_triton.constants(query, bounds)
+    return page_logits_triton.logits_kernel, constants, dict(out="fp32")
+
+
 #: Every kernel, with the constants of a typical server, and its limits: registers, spilled bytes, shared bytes.
 #: With 168 registers per thread, three thread blocks of four warps fit on an SM. Where 8 bytes are spilled,
 #: ptxas keeps two values in memory to stay within 168 registers, or within 255, a thread's maximum.
@@ -216,6 +225,9 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "merge of chunks": (_merge(128), (56, 0, 2048)),
     "merge of chunks of latents": (_merge(512), (168, 0, 1024)),
     "gather": (_gather(), (128, 0, 0)),
+    "logits of pages of 64 dims": (_logits(64), (128, 0, 12288)),
+    "logits of pages of 128 dims": (_logits(128), (120, 0, 24576)),
+    "logits of pages of 256 dims": (_logits(256), (72, 24, 32768)),
     "plan": (_plan(MERGE=False, WRITE=True), (56, 0, 64)),
     "plan, merged, counts": (_plan(MERGE=True, WRITE=False), (56, 0, 16)),
     "plan, merged": (_plan(MERGE=True, WRITE=True), (72, 0, 64)),

@@ -28,7 +28,7 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.policy_options import parse
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.server.problems import OPT_OUT, prompts, reports, respond
-from tests.server.specs import LATENT, RKV_POLICY
+from tests.server.specs import LATENT, QUEST_POLICY, RKV_POLICY
 
 #: How much fp32 log-probabilities may differ, because sums are computed in different orders.
 ROUNDING = 1e-4
@@ -174,6 +174,59 @@ class Loop:
                 enable_gqa=True,
             )
         return out.transpose(1, 2).contiguous(), None
+
+
+_QUEST: Any = parse(QUEST_POLICY).selector
+_PAGE = 16
+
+
+class Selecting(Loop):
+    """A :class:`Loop` in which each token of the response reads pages as Quest selects them: in each layer but
+    the first ones, the newest page and those whose keys may have the largest share of attention."""
+
+    _prompt = 0
+
+    def compare(
+        self, prompt: Sequence[int], found: dict[str, Any], *_: Any, **changes: Any
+    ) -> Compared:
+        self._prompt = len(prompt)
+        return super().compare(prompt, found, **changes)
+
+    def _attend(
+        self,
+        _module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        _mask: Any,
+        scaling: float,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        count = query.shape[2]
+        visible = torch.ones(count, count, dtype=torch.bool).tril()
+        if _module.layer_idx >= _QUEST.whole_layers:
+            for at in range(max(self._prompt, _QUEST.budget), count):
+                keys = key[0, :, : at + 1].transpose(0, 1)
+                visible[at, : at + 1] = _pages_read(query[0, :, at], keys, scaling)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _pages_read(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """Which positions the newest query, ``[heads, dim]``, reads of ``keys``, ``[positions, kv_heads, dim]``."""
+    keys = keys.repeat_interleave(len(query) // keys.shape[1], dim=1)
+    logits = [
+        torch.maximum(query * page.amax(0), query * page.amin(0)).sum(1) * scale
+        for page in keys.split(_PAGE)
+    ]
+    shares = torch.stack(logits).softmax(dim=0).sum(dim=1)
+    shares[-1] = torch.inf
+    best = shares.topk(min(-(-_QUEST.budget // _PAGE), len(shares))).indices
+    keep = torch.zeros(len(shares), dtype=torch.bool).scatter(0, best, True)
+    return keep.repeat_interleave(_PAGE)[: len(keys)]
 
 
 class Beside:

@@ -166,6 +166,26 @@ SHARING_AND_EVICTING = SHARED.having(
 ).for_long_runs()
 #: Evicts by attention weights. The pool is large, because ``reference.py`` cannot follow retractions.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, FP32, POLICY, RKV_POLICY)
+#: Each decode step reads the pages that may matter most, in every layer but the first. In a large pool, too.
+QUEST_POLICY = "quest:budget=48:whole_layers=1"
+QUEST = SHARED.having(
+    *("quest", CHUNKED, PAGED_READS, PAGE16, FP32, "--enable-metrics"),
+    *(POLICY, QUEST_POLICY),
+)
+#: Beside sharing, and requests that are retracted and come back from the host: bounds of pages that are loaded.
+QUEST_AND_SHARING = SHARED.having(
+    "quest-sharing",
+    *(
+        TIGHT,
+        *EAGER,
+        CHUNKED,
+        PAGED_READS,
+        PAGE16,
+        FP32,
+    ),
+    *(POLICY, f"reasoncache+{QUEST_POLICY}"),
+    **retracting(25),
+).for_long_runs()
 #: Evicts after each chunk of a prompt, so that prompts stay within a budget. There is no prefix cache.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
@@ -317,6 +337,10 @@ ON_DISK = HOST_TIER.having(
     CROWDED,
     "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete",
     '--hicache-storage-backend-extra-config {"prefetch_threshold":16}',
+).for_long_runs()
+#: Selects by bounds of keys that the host had.
+QUEST_HOST_TIER = HOST_TIER.having(
+    *("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY), "--disable-overlap-schedule"
 ).for_long_runs()
 _LATENT = _of("deepseek_v3", "write-back", *WRITE_BACK.flags, **dict(WRITE_BACK.env))
 HOST_TIERS = (HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs())

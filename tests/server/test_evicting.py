@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests policies that evict positions, some of them under load. SGLang checks after every batch that no slot
-is lost, and the ``server`` fixture checks this after each test."""
+"""Tests policies that evict positions, or select what is read, some of them under load. SGLang checks after
+every batch that no slot is lost, and the ``server`` fixture checks this after each test."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ import pytest
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
-from tests.server.problems import TO_THE_END, problems, prompts, report, respond, solve
-from tests.server.reference import Beside, Loop, assert_rkv_decides
+from tests.server.problems import TO_THE_END, problems, prompts, report, respond, series, solve
+from tests.server.reference import ROUNDING, Beside, Loop, Selecting, assert_rkv_decides, joined
 
 #: The loops that fit worse than the one that evicts what the server evicts (``reference.Beside``).
 OTHERS = ("nothing evicted", "evicted at another query")
@@ -136,3 +136,44 @@ def test_block_wise_prefill_equals_skipping(
         beside.add(text, response)
     beside.check(*OTHERS)
     assert_whole(server, log)
+
+
+@pytest.mark.parametrize("server", [specs.QUEST], indirect=True)
+def test_selecting_equals_masking_in_every_layer(
+    servers: ServerPool, server: ServerProcess
+) -> None:
+    """Log-probabilities are those of a loop that masks, in each layer, what Quest leaves out. Prometheus counts
+    what was read."""
+    log = server.log_size()
+    todo = prompts(4, seed=41)
+    responses = respond(server, todo, 200)
+    off = []
+    for kind in (Selecting, Loop):
+        loop = kind(servers.model(specs.QUEST.model))
+        prompts_of = [loop.tokenizer(text)["input_ids"] for text in todo]
+        compared = map(loop.compare, prompts_of, responses)
+        off.append(joined([*compared]).off)
+    assert len(off[0]) > 400
+    assert off[0].max() < ROUNDING
+    assert off[1].mean() > 100 * off[0].mean()
+    wait_until_idle(server)
+    assert_reads_less(report(server))
+    published = series(server)
+    assert 0 < published["positions_read_total"] < 0.8 * published["positions_held_total"]
+    assert_whole(server, log)
+
+
+@pytest.mark.parametrize("server", [specs.QUEST_AND_SHARING], indirect=True)
+def test_selecting_beside_sharing_and_retractions(server: ServerProcess) -> None:
+    """Requests are retracted, share pages and come back from the host."""
+    answers = solve(server, problems(8, seed=43))
+    assert all(answer.text for answer in answers)
+    wait_until_idle(server)
+    assert_reads_less(report(server))
+    assert report(server)["totals"]["blocks_shared"] > 8
+
+
+def assert_reads_less(seen: dict[str, Any]) -> None:
+    totals = seen["totals"]
+    assert 0 < totals["positions_read"] < 0.8 * totals["positions_held"]
+    assert seen["evictors"] == [] and totals["positions_evicted"] == 0

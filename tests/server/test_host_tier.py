@@ -11,7 +11,7 @@ from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole
 from tests.server.problems import OPT_OUT, TO_THE_END, follow_up, prompts, report, respond
-from tests.server.reference import Beside, Loop
+from tests.server.reference import ROUNDING, Beside, Loop, Selecting
 
 
 def _evict_all(server: ServerProcess, on_disk: bool) -> None:
@@ -85,4 +85,22 @@ def test_a_draft_model_finds_its_own_kv_of_a_prefix_that_was_on_the_host(
     assert steps[1] <= 1.05 * steps[0] < 0.5 * 400 * len(todo)
     beside.check("nothing shared", "keys rotated otherwise")
     assert report(server)["totals"]["blocks_missed"] == 0
+    assert_whole(server, log)
+
+
+@pytest.mark.parametrize("server", [specs.QUEST_HOST_TIER], indirect=True)
+def test_pages_that_were_on_the_host_are_selected_as_before(
+    server: ServerProcess, model_path: Path
+) -> None:
+    log = server.log_size()
+    todo = prompts(2, seed=21, each=24)
+    selecting = Selecting(model_path)
+    for turn in range(2):
+        for text in todo:
+            [found] = respond(server, [text], 100, **TO_THE_END)
+            if turn:
+                assert found["cached_from"].get("host", 0) >= found["prompt_tokens"] - 32
+            off = selecting.compare(selecting.tokenizer(text)["input_ids"], found).off
+            assert len(off) == 100 and off.max() < ROUNDING
+        _evict_all(server, on_disk=False)
     assert_whole(server, log)
