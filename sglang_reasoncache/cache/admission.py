@@ -21,7 +21,10 @@ class SharingBudget(compat.PrefillBudget):
 
     Slots for future output need not be free yet: if they are missing later, SGLang retracts requests. All slots
     of a prompt must be free or evictable when it is admitted. A failed allocation would end the scheduler, and
-    requests whose blocks count as ``shareable`` may leave between two chunks.
+    requests whose blocks count as ``shareable`` may leave between two chunks. Running requests may decode
+    between two chunks (``--enable-mixed-chunk``, ``--prefill-decode-interval``), so a slot is reserved for each
+    of these tokens, at most as many as SGLang would reserve: a chunk that is put off keeps the slots of its
+    prompt, and SGLang ends the last running request that finds none.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class SharingBudget(compat.PrefillBudget):
         self._reclaimed = False
         # Number of tokens of the prompt that was checked last, without those that the host has.
         self._prompt = 0
+        # Most tokens of a chunk in this pass.
+        self._chunk = 1
 
     @property
     def load_back_needs_full_tokens(self) -> bool:
@@ -86,6 +91,9 @@ class SharingBudget(compat.PrefillBudget):
         """Whether to admit a prompt. The slots of all its chunks are reclaimed now (see the class)."""
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + self._promise.reserved(total_tokens - now, 1)
+        if chunk_limit is not None:
+            self._chunk = max(self._chunk, chunk_limit)
+            needed += self._decoded_between_chunks(extend_input_len)
         fits, chunk_limit = super().check_prefill(
             extend_input_len=extend_input_len,
             total_tokens=needed,
@@ -95,6 +103,17 @@ class SharingBudget(compat.PrefillBudget):
         self._prompt = now
         fits = fits and not self._put_off and self._reclaim(now)
         return (True, chunk_limit) if fits else self._refuse()
+
+    def _decoded_between_chunks(self, tokens: int) -> float:
+        """Slots that running requests may take between the chunks of a prompt of ``tokens``, beyond those that
+        are reserved for them."""
+        pauses = -(-tokens // self._chunk) - 1
+        if pauses <= 0:
+            return 0
+        steps = pauses * max(1, compat.get_schedule().prefill_decode_interval or 0)
+        future = max(self.total_offset - self.current_offset, 0)
+        reserved = self._promise.reserved(future, self._requests)
+        return max(min(future, steps * self._requests) - reserved, 0)
 
     def prepare_load_back(
         self, *, full_tokens: int, extend_input_len: int, max_new_tokens: int, **_unused: int | None

@@ -4,6 +4,7 @@
 import math
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
@@ -11,6 +12,8 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.owner import NO_OWNER, Promise
 from tests.property.world import allocator_of
+
+pytestmark = pytest.mark.usefixtures("published_config")
 
 FREE = 800
 EVICTABLE = 200

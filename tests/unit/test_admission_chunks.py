@@ -5,6 +5,7 @@ scheduler. ``tests/property/test_scheduling.py`` tests the same with random requ
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,3 +178,37 @@ def test_a_chunk_waits_while_no_slot_is_left() -> None:
     while not is_computed(req):
         assert not next_chunk(world, req)
     req.output_ids.append(1)
+
+
+@pytest.mark.parametrize(
+    ("interval", "length", "admitted"),
+    [(0, 900, True), (0, 1020, True), (0, 1120, False), (3, 900, True), (3, 1020, False)],
+)
+def test_what_decodes_between_chunks_finds_slots(
+    interval: int, length: int, admitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk of a long prompt that is put off keeps its slots, and SGLang ends the last running request that
+    finds none. So a long prompt waits until it fits beside the tokens that are decoded between its chunks."""
+    schedule = SimpleNamespace(prefill_decode_interval=interval)
+    monkeypatch.setattr(admission.compat, "get_schedule", lambda: schedule)
+    monkeypatch.setattr("tests.property.world.MAX_CONTEXT", 4096)
+    world = World(Setup(page=1, block=4, slots=1200, when="short"), max_rows=4)
+    req = world.start()
+    req.sampling_params.max_new_tokens = 1000
+    # The reserve that admission has learnt is smaller.
+    world.controller.shortage.headroom.ahead = 2.0
+    new = world.request("new", range(5000, 5000 + length))
+    new.sampling_params.max_new_tokens = 1
+    new.init_next_round_input(world.tree)
+    adder = adder_of(world, [req], CHUNK + 1, ratio=0.3, mixed=True)
+    adder.add_one_req(new, has_chunked_req=False, truncation_align_size=None)
+    assert (adder.can_run_list == [new]) == admitted
+    while admitted and not is_computed(new):
+        compute(world, new)
+        for _ in range(max(interval, 1)):
+            assert world.can_decode([req]), "SGLang would end the request"
+            world.step(req)
+        new.init_next_round_input()
+        adder = adder_of(world, [req], CHUNK + 1, ratio=0.3, mixed=True)
+        adder.add_chunked_req(new)
+        assert adder.can_run_list == [new], "the chunk was put off"
