@@ -80,8 +80,9 @@ class CachedDocuments:
         documents: The documents that the client marked.
         nodes: Number of a document -> id of the node where its path ended. A node in the tree keeps its path:
             if SGLang splits the node, the lower part keeps the id. No id is used twice.
-        chosen: Length of the composed prefix, and the positions that a repair by attention chose in it.
+        chosen: Length of the composed prefix, and the positions that a repair chose in it.
         chosen_by: The ``Repairs`` that chose. A flush of the cache makes new ones.
+        digest: Of the prompt's tokens. None until a repair by attention needs it.
         scores: Scores of the positions, fp32 ``[length]`` on the device, if the request only computes scores.
     """
 
@@ -90,6 +91,7 @@ class CachedDocuments:
         self.nodes: dict[int, int] = {}
         self.chosen: tuple[int, np.ndarray] = (0, NO_POSITIONS)
         self.chosen_by: object = None
+        self.digest: bytes | None = None
         self.scores: torch.Tensor | None = None
         # Number of the document that the next look-up matches, even if its node is known.
         self._turn = 0

@@ -15,13 +15,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition, marked
+from sglang_reasoncache.cache.composition import NO_POSITIONS, CachedDocuments, Composition, marked
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
 from sglang_reasoncache.device.ranks import RankFailed, Ranks
@@ -91,10 +91,12 @@ class RepairedRow:
 def ends_of(ends: Sequence[int], first: int, last: int = 0) -> np.ndarray:
     """The ``first`` and the ``last`` positions of every document but the first, int64 ``[n]``, ascending.
     ``ends``: the position behind each document."""
-    parts = (
-        (range(a, min(a + first, b)), range(max(a + first, b - last), b)) for a, b in pairwise(ends)
-    )
-    return np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype=np.int64)
+    parts = [
+        np.arange(start, stop)
+        for a, b in pairwise(ends)
+        for start, stop in ((a, min(a + first, b)), (max(a + first, b - last), b))
+    ]
+    return np.concatenate((NO_POSITIONS, *parts))
 
 
 def highest_of(scores: torch.Tensor, count: int) -> np.ndarray:
@@ -120,12 +122,7 @@ class Repairs:
         documents = prefix.documents
         end = prefix.length
         repair = prefix.documents.repair
-        if self._failed:
-            return NO_POSITIONS
-        if repair.first:
-            read = documents.ends[: len(prefix.nodes)]
-            return ends_of(read, repair.first, repair.last)
-        if not repair.share or _only_scores(req):
+        if self._failed or not (repair.first or (repair.share and not _only_scores(req))):
             return NO_POSITIONS
         marks = marked(req)
         assert marks is not None, "only a request that marks documents has a composed prefix"
@@ -133,7 +130,10 @@ class Repairs:
         known, chosen = marks.chosen
         if known == end and marks.chosen_by is self:
             return chosen
-        scores = self._scores.get(_key(req, prefix))
+        if repair.first:
+            read = documents.ends[: len(prefix.nodes)]
+            return self._keep(marks, end, ends_of(read, repair.first, repair.last))
+        scores = self._scores.get(_key(req, prefix, marks)) if self._scores else None
         if scores is None or len(scores) < end:
             return NO_POSITIONS
         # The scores are complete if the scoring request has ended. The server's main process waits for that.
@@ -144,7 +144,9 @@ class Repairs:
         except RankFailed:  # on every rank alike
             return NO_POSITIONS
         count = round(repair.share * (end - documents.start))
-        positions = highest_of(seen, count) + first
+        return self._keep(marks, end, highest_of(seen, count) + first)
+
+    def _keep(self, marks: CachedDocuments, end: int, positions: np.ndarray) -> np.ndarray:
         marks.chosen = (end, positions)
         marks.chosen_by = self
         return positions
@@ -238,7 +240,9 @@ class Repairs:
 
     def _publish(self, req: Request, prefix: Composition, received: torch.Tensor) -> None:
         """Keep the scores of ``req`` for later requests. Called for the prompt's last chunk."""
-        key = _key(req, prefix)
+        marks = marked(req)
+        assert marks is not None, "only a request that marks documents has a composed prefix"
+        key = _key(req, prefix, marks)
         kept = self._scores
         kept[key] = received
         kept.move_to_end(key)
@@ -258,8 +262,10 @@ def _only_scores(req: Request) -> bool:
     return bool(req.sampling_params.max_new_tokens == 0)
 
 
-def _key(req: Request, prefix: Composition) -> Any:
+def _key(req: Request, prefix: Composition, marks: CachedDocuments) -> Any:
     """Key of a prompt's scores: all that they depend on. Digests stand for what clients send to save memory."""
-    tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
+    if marks.digest is None:
+        marks.digest = hashlib.sha256(array("q", req.origin_input_ids)).digest()
+    tokens = marks.digest
     names = hashlib.sha256(repr((req.extra_key, req.cache_salt)).encode()).digest()
     return tokens, names, req.lora_id, prefix.documents

@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -93,6 +94,9 @@ async def _behind_known(
             if prompt is None:
                 prompt, _ = await manager._tokenize_texts(obj.text)
             length = _verified_length(manager, obj, prompt)
+            array(
+                "q", prompt
+            )  # As SGLang does. It raises if there is anything but numbers of 64 bits.
         except Exception:  # SGLang refuses the request below.
             length = 0
         start = obj.logprob_start_len
@@ -103,8 +107,7 @@ async def _behind_known(
         async for response in original(manager, obj, request):
             yield response
         return
-    # Copied, because a caller of ``sglang.Engine`` may use its sampling parameters again.
-    params = dict(obj.sampling_params or {})
+    params = obj.sampling_params or {}
     obj.sampling_params = {**params, "custom_params": {**_custom(params), marks.KEY: spans}}
     obj.input_ids = prompt
     obj.text = None
@@ -147,7 +150,9 @@ async def _behind_documents(
     config = config_of(manager.server_args)
     custom = obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
-    custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
+    custom = {marks.REPAIR_KEY: default, **custom}
+    # Copied, because a caller of ``sglang.Engine`` may use its sampling parameters again.
+    obj.sampling_params = {**obj.sampling_params, "custom_params": custom}
     # SGLang sets ``is_single`` only when it prepares the request, but reads it if the client leaves earlier.
     obj.is_single = True
     ranks = manager.server_args.dp_size

@@ -18,7 +18,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
-from sglang_reasoncache.cache.composition import Composition
+from sglang_reasoncache.cache.composition import CachedDocuments, Composition
 from sglang_reasoncache.cache.repair import _key
 from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY, Documents
 from tests.property.world import MAX_ROWS, PROMPT, Setup, World
@@ -337,6 +337,6 @@ def test_scores_are_kept_under_short_keys() -> None:
         req: Any = SimpleNamespace(
             origin_input_ids=[1, 2, 3, 4], extra_key=extra_key, cache_salt=cache_salt, lora_id=None
         )
-        keys.add(_key(req, prefix))
+        keys.add(_key(req, prefix, CachedDocuments(prefix.documents)))
     assert len(keys) == len(names)
     assert max(len(repr(key)) for key in keys) < 1000

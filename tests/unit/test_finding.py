@@ -116,6 +116,17 @@ def test_exact_requests_find_nothing(auto: Callable[..., None], options: Any) ->
     auto(test)
 
 
+@pytest.mark.parametrize("wrong", [2**70, -(2**64), 1.5], ids=repr)
+def test_a_prompt_that_sglang_refuses_ends_nothing(auto: Callable[..., None], wrong: float) -> None:
+    async def test(manager: Manager) -> None:
+        await _learn(manager)
+        with pytest.raises((OverflowError, TypeError, ValueError)):
+            await _sent(manager, _obj([*_prompt(TWO, ONE), wrong]))
+        assert _marks(await _sent(manager, _obj(_prompt(TWO, ONE)))) == SPANS
+
+    auto(test)
+
+
 def test_log_probabilities_of_the_output_are_no_figures_of_the_prompt(
     auto: Callable[..., None],
 ) -> None:

@@ -279,6 +279,15 @@ def test_tokens_that_the_query_attends_to_are_chosen_once_scores_are_known() -> 
     assert world.repairs.choose(fresh, fresh.last_node, ended).tolist() == []
 
 
+def test_a_choice_is_made_once() -> None:
+    """SGLang matches waiting requests again and again, whatever repair they asked for."""
+    world = Prompts()
+    for repair in ("first:2", "ends:2"):
+        req = world.marked(repair, repair)
+        first = world.repairs.choose(req, req.last_node, world.ranks)
+        assert len(first) and world.repairs.choose(req, req.last_node, world.ranks) is first
+
+
 @pytest.mark.parametrize(
     "other", [{"text": [*TEXT[:-1], 99]}, {"share": "query:.2"}, {"lora_id": "adapter"}]
 )
