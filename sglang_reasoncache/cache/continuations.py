@@ -134,10 +134,15 @@ class Continuation:
         """Append a continuation that goes on with all of this one, if this one :meth:`takes` it. Returns the
         slots that the last window has passed."""
         passed = self.slots[:0]
-        if self.ending is not None and tail.ending is not None:
-            joined = torch.cat((self.ending, tail.ending))
+        ending = self.ending
+        # First what may fail: no memory may be left on the device.
+        slots = torch.cat((self.slots, tail.slots))
+        if ending is not None and tail.ending is not None:
+            joined = torch.cat((ending, tail.ending))
             passed = joined[: len(tail.ending)]
-            self.ending = joined[len(tail.ending) :]
+            ending = joined[len(tail.ending) :]
+        self.slots = slots
+        self.ending = ending
         # What the rest borrows of this one is named twice here, unless nothing is known of its slot.
         mine = named_pages(self.known, self._page)[1]
         borrowed = tail._borrowed[~np.isin(tail._borrowed // self._page, mine)]
@@ -145,7 +150,6 @@ class Continuation:
         if self.exact == len(self.tokens):
             self.exact += tail.exact
         self.tokens = np.concatenate((self.tokens, tail.tokens))
-        self.slots = torch.cat((self.slots, tail.slots))
         self.known = np.concatenate((self.known, tail.known))
         self._lent = np.concatenate((self._lent, tail._lent))
         self.keep(len(self.tokens))
@@ -463,11 +467,11 @@ class Continuations:
         if parent is not None and extends:
             owned = parent.owned
             before = Counter(parent.lent.tolist())
-            self.borrowed -= parent.borrowed
+            borrowed_before = parent.borrowed
             passed = parent.extend(made)
+            self.borrowed += parent.borrowed - borrowed_before
             if release is not None:
                 release(passed)
-            self.borrowed += parent.borrowed
             self._pinned += parent.owned - owned
             added = Counter(parent.lent.tolist()) - before
             self.lent.add(added.elements(), references, pinned=True)

@@ -83,4 +83,14 @@ def take_slot(tree: SharedRadixCache, req: Request, prefix: Any) -> bool:
         return False
     req.kv.mamba_pool_idx = slot[0]
     req.kv.mamba_needs_clear = True
+    empty_ring(tree, slot)
     return True
+
+
+def empty_ring(tree: SharedRadixCache, slot: torch.Tensor) -> None:
+    """With ``--enable-linear-replayssm`` SGLang keeps each state's newest tokens in a ring beside it. ``slot``,
+    int64 ``[1]``, gets another state: the ring holds none of its tokens."""
+    pool = tree.req_to_token_pool
+    write_pos = pool.mamba_pool.replayssm_write_pos
+    if write_pos is not None:
+        write_pos[pool.translate_mamba_indices(slot)] = 0

@@ -102,6 +102,8 @@ class HostSwap:
         self._limit = limit
         self._cached_at = cached_at
         self._draft_pools = draft_pools
+        #: Whether nothing is copied, because SGLang pauses.
+        self.rests = False
         self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
         # Bytes of one slot's copy, once a copy was made.
         self._slot_bytes: int | None = None
@@ -140,7 +142,13 @@ class HostSwap:
         if tree.is_mamba_enabled:
             length = 0 if state is None else state.length
         allocator = tree.token_to_kv_pool_allocator
-        if row.evicted or length <= 0 or not req.output_ids or length > req.kv.kv_allocated_len:
+        if (
+            self.rests
+            or row.evicted
+            or length <= 0
+            or not req.output_ids
+            or length > req.kv.kv_allocated_len
+        ):
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
         if self._slot_bytes is None:

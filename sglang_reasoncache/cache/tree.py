@@ -28,7 +28,7 @@ from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
 from sglang_reasoncache.cache.repair import RepairedRow, missed
-from sglang_reasoncache.cache.states import LastState, begin_with, last_state
+from sglang_reasoncache.cache.states import LastState, begin_with, empty_ring, last_state
 from sglang_reasoncache.cache.swap import Restored, computed_length, swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED, SWAPPED
 from sglang_reasoncache.compat.types import Request
@@ -426,9 +426,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def _swap_out(self, req: Request, row: HostRow, state: LastState | None) -> None:
         """Keep the KV of a request that is retracted. Its slots are free already, but only a later forward
-        rewrites them."""
+        rewrites them. A request that SGLang ends because it cannot retract it does not come back."""
         swap = self.token_to_kv_pool_allocator.swap
-        if swap is None or isinstance(req.last_node, Composition):
+        if swap is None or isinstance(req.last_node, Composition) or req.to_finish is not None:
             return
         # All ranks admit the same requests with the same numbers of tokens.
         swapped = self.owner.on_all(
@@ -462,6 +462,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return 0, req.last_node
         assert restored is not None
         if swapped.state is not None:
+            empty_ring(self, req.kv.mamba_pool_idx.unsqueeze(0))
             req.kv.mamba_cow_src_index = None
             req.kv.mamba_needs_clear = False
         self.owner.restored(len(restored.slots))

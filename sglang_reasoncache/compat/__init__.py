@@ -27,6 +27,7 @@ _MODULES: dict[str, list[str]] = {
         "get_disagg",
         "get_exec",
         "get_model",
+        "get_schedule",
         "get_serving",
     ],
     "arg_groups.resolution_hooks": ["register_resolution_hook"],
@@ -129,7 +130,7 @@ HOOK_TARGETS: dict[str, str] = {
     + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
     "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
     "retracted": "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
-    "retract_all": "sglang.srt.managers.scheduler.retract_all",
+    "pause": "sglang.srt.managers.scheduler.Scheduler.pause_generation",
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",
     "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",

@@ -44,6 +44,7 @@ class Request(Protocol):
     finished_reason: Any
     is_retracted: bool
     retraction_count: int
+    to_finish: Any
     beam_group: Any
     multimodal_inputs: Any
     input_embeds: Any

@@ -2,8 +2,9 @@
 """The controller of a scheduler process. It *polls* (looks at) the running requests every few decode steps, has
 their blocks share slots, has policies evict positions, and reports."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,7 @@ class Controller:
         self.containment = Containment(self.ranks, self._disable)
         self._tokens_a_step = 0
         self._is_active = self.config.is_active
+        self._pauses = False
         self._holds = False
         with self.containment:
             self.report.publish()
@@ -162,6 +164,21 @@ class Controller:
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """While SGLang retracts all requests for a pause: their KV is not kept, and no slots were short."""
+        swap = self.report.swap
+        if swap is not None:
+            swap.forget()
+            swap.rests = True
+        self._pauses = True
+        try:
+            yield
+        finally:
+            self._pauses = False
+            if swap is not None:
+                swap.rests = False
+
     def released(self, req: Request, row: HostRow) -> None:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
@@ -175,7 +192,8 @@ class Controller:
                 elif req.kv.retraction_backup is not None:
                     # On the decode server of a PD pair SGLang itself copies requests.
                     copied = length
-                self.shortage.headroom.lost(length, copied)
+                if not self._pauses:
+                    self.shortage.headroom.lost(length, copied)
                 self.records.retracted(req, row)
             else:
                 record = record_of(req)

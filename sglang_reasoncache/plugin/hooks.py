@@ -36,7 +36,6 @@ def install() -> None:
         "decode_log_parts": _contained(_after_decode_log_parts, _after_decode_log_parts),
         "prefill_ready": _contained(_after_prefill_ready),
         "retracted": _contained(None, _after_retracted),
-        "retract_all": _contained(_after_retract_all),
     }
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
@@ -44,6 +43,7 @@ def install() -> None:
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     around: dict[str, Callable[..., Any]] = {
         "internal_state": _around_internal_state,
+        "pause": _around_pause,
         "prealloc_budget": _admission("around_budget"),
         "prealloc_required": _admission("around_required"),
         "prealloc_fits": _admission("around_fits"),
@@ -226,12 +226,15 @@ def _after_prealloc(_result: Any, _queue: Any, req: Any, *_: Any, **__: Any) -> 
         _server.allocator.preallocated(req)
 
 
-def _after_retract_all(
-    _controller: Controller, _result: None, *, token_to_kv_pool_allocator: Any, **_: Any
-) -> None:
-    """SGLang retracts all requests for a pause, in which the weights may change: their KV is computed again."""
-    if token_to_kv_pool_allocator.swap is not None:
-        token_to_kv_pool_allocator.swap.forget()
+def _around_pause(stock: Callable[[Any, Any], None], scheduler: Any, recv_req: Any) -> None:
+    """SGLang may retract all requests for a pause, in which the weights may change: their KV is computed again,
+    and so is that of requests which wait already. No slots were short, so admission learns nothing."""
+    controller = None if _server is None else _server.controller
+    if controller is None or recv_req.mode != "retract":
+        stock(scheduler, recv_req)
+        return
+    with controller.pausing():
+        stock(scheduler, recv_req)
 
 
 def _after_decode(

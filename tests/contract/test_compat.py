@@ -64,7 +64,7 @@ HOOKS = {
     "load_batch": "self forward_batch pp_proxy_tensors",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "retracted": "self",
-    "retract_all": "reqs req_to_token_pool token_to_kv_pool_allocator ...",
+    "pause": "self recv_req",
     "linear": "self layer x bias", "lm_head": "self hidden_states lm_head embedding_bias ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",
@@ -99,6 +99,9 @@ def test_what_keeps_states_is_asked_as_it_expects() -> None:
     assert _accepts(pools + "MambaPool.load_cpu_copy", "self mamba_cache_cpu indices")
     pool = _source(pkgutil.resolve_name(pools + "HybridReqToTokenPool"))
     assert all(f"self.{name} =" in pool for name in ("mamba_pool", "mamba_allocator"))
+    assert _accepts(pools + "HybridReqToTokenPool.translate_mamba_indices", "self mamba_indices")
+    states = _source(pkgutil.resolve_name(pools + "MambaPool"))
+    assert "self.replayssm_write_pos" in states, "rings beside states"
     fields = {field.name for field in dataclasses.fields(compat.InsertParams)}
     assert "mamba_value" in fields
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that what a finished response shared stays in the prefix cache, for prompts that may read it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_reasoncache.cache import continuations
 from sglang_reasoncache.cache.continuations import Continued
 from tests.property.world import Pair, Setup, World
 
@@ -163,6 +166,27 @@ def test_a_failure_is_contained(site: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert world.controller.report.disabled == "RuntimeError: a failure of the plugin"
     run(world, req)
     world.finish(req)
+    world.assert_empty()
+
+
+def test_a_turn_that_cannot_be_kept_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no memory is left when a turn is appended to the one before, that one can be read as before."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    world = World(SETUPS[0])
+    tokens = finished(world)
+    req = asked(world, tokens)
+    length = req.prefix_len
+    run(world, req)
+    [node] = world.allocator.continuations._used
+    with monkeypatch.context() as patch:
+        patch.setattr(continuations, "torch", SimpleNamespace(cat=fail))
+        world.finish(req)
+    assert "no memory is left" in (world.controller.report.disabled or "")
+    assert len(node.tokens) == len(node.slots) == len(node.known)
+    assert asked(world, tokens).prefix_len == length
     world.assert_empty()
 
 

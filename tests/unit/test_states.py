@@ -270,6 +270,30 @@ def test_a_retracted_request_goes_on_with_its_state(strategy: str, evicted: bool
     world.assert_whole()
 
 
+def test_a_state_that_comes_back_has_no_ring_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--enable-linear-replayssm`` a ring beside each state holds its newest tokens. An aborted request
+    leaves its ring behind in its slot, which the request that comes back may get."""
+    world = States("no_buffer", Setup(page=1, block=4, slots=120, swap=1 << 20))
+    rings = torch.zeros(STATES + 1, dtype=torch.int32)
+    monkeypatch.setattr(world.rows.mamba_pool, "replayssm_write_pos", rings)
+    req = world.start()
+    world.step(req)
+    world.retract(req)
+    other = world.request("other", [50, 51, 52, 53])
+    world.prefill(other)
+    slot = int(other.kv.mamba_pool_idx)
+    rings[slot] = 5
+    world.abort(other)
+    states = world.rows.mamba_allocator
+    states.alloc(states.available_size() - 1)
+    rings.fill_(5)
+    req.init_next_round_input(world.tree)
+    adder = adder_of(world, [], 1 << 12)
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    assert adder.can_run_list == [req] and not req.kv.mamba_needs_clear
+    assert rings[req.kv.mamba_pool_idx] == 0
+
+
 def test_a_state_ahead_of_the_tokens_is_not_kept() -> None:
     """A step in flight has taken the only state further than the tokens that SGLang knows."""
     world = States("no_buffer", Setup(page=1, block=4, slots=120, swap=1 << 20))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED
@@ -122,6 +122,34 @@ def test_what_the_host_has_is_bounded_and_given_back() -> None:
     assert swap.num_bytes > 0
     world.assert_empty()
     assert swapped_of(req) is None and swap.num_bytes == 0, "a flush may change the weights"
+
+
+def test_a_pause_copies_nothing_and_teaches_nothing() -> None:
+    """What SGLang retracts for a pause is computed again: the weights may change. Earlier copies go, too."""
+    world, req = started(SETUPS[0])
+    swap: Any = world.allocator.swap
+    controller = world.controller
+    world.retract(req)
+    assert swap.num_bytes > 0
+    reserved = controller.shortage.headroom.ahead
+    other = world.start("other", first=100)
+    with controller.pausing():
+        assert swap.num_bytes == 0 and swapped_of(req) is None
+        world.retract(other)
+        assert swapped_of(other) is None
+    assert controller.shortage.headroom.ahead == reserved
+    assert controller.stats.requests_swapped == 1
+    admitted(world, other)
+    world.retract(other)
+    assert swapped_of(other) is not None
+
+
+def test_a_request_that_sglang_ends_is_not_copied() -> None:
+    """SGLang's ``retract_decode`` ends the last request if even that one finds no slot."""
+    world, req = started(SETUPS[0])
+    req.to_finish = FINISH_ABORT("Out of memory")
+    world.retract(req)
+    assert swapped_of(req) is None
 
 
 def test_what_finds_no_slots_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
