@@ -123,10 +123,9 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         "Quest",
         _CLUSTER,
-        Here.OFFLINE,
-        _FREES_NOTHING
-        + "; earlier versions had it (before ff3df155), and SGLang has selections of its own",
-        "python -m eval.fidelity MODEL RESPONSES.jsonl --arms newest-runs-8,quest",
+        Here.SERVED,
+        "with --page-size 16; all heads of a layer read the same pages; it frees no slot (docs/selection.md)",
+        "quest",
     ),
     Technique("SqueezedAttention", _CLUSTER, Here.REFUSED, _FREES_NOTHING),
     Technique("RetrievalAttention", _CLUSTER, Here.REFUSED, _FREES_NOTHING),
