@@ -178,9 +178,14 @@ class PagedAttention:
         }
 
     def graph_bytes(self, batch: int) -> int:
-        """How many bytes :meth:`graph_buffers` takes. Takes no memory itself."""
+        """How many bytes :meth:`graph_buffers`, and what a selection makes in a graph, take. Takes no memory
+        itself."""
         shapes = self.graph_buffers(batch, torch.device("meta"))
-        return sum(buffers.nbytes for buffers in shapes.values())
+        planned = sum(buffers.nbytes for buffers in shapes.values())
+        if self.selection is None:
+            return planned
+        heads = max(layer.tp_q_head_num for layer in self.attention_layers)
+        return planned + self.selection.graph_bytes(batch, heads)
 
     def _has_window_pool(self, reach: int) -> bool:
         """Whether layers that see ``reach`` positions (0: all) have a window pool. Keys in this pool are
@@ -329,6 +334,8 @@ class PagedAttention:
         length of the longest row, or a greater number; None: as the batch says."""
         if self.selection is None:
             return
+        # A captured graph takes memory of its own, not that of SGLang's trial runs.
+        self._chosen = None
         if longest is None:
             lengths = batch.seq_lens_cpu
             if lengths is None and self.device.type == "cpu":
@@ -440,7 +447,7 @@ class PagedAttention:
     def _selected(self, q: Tensor, layer: AttentionLayer, rows: RowPlan) -> RowPlan:
         """The plan of a layer of a decode step: ``rows``, or what the selection chose."""
         assert self.selection is not None
-        query = q[: len(rows.kv_indptr) - 1].view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        query = q[: len(rows.kv_indptr) - 1].reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         chosen = self.selection.choose(layer.layer_id, query, self._scales(layer)[0])
         if chosen is None:
             return rows

@@ -121,7 +121,8 @@ class SharedSlotReads(PagedBackend):
         same batch gives the same answer."""
         # All DP groups must replay the same variant: SGLang's collectives use different memory in each variant.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
-        self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
+        ours = self.selects or agreed or self.needs_ours(forward_batch)
+        self._graph_variant = SHIFTED if ours else PLAIN
         return self._graph_variant
 
     def reserve_plans(self, requests: int) -> None:
@@ -220,7 +221,8 @@ def _decodes(mode: ForwardMode) -> bool:
 
 
 class GraphVariants:
-    """Implements SGLang's ``AttentionGraphVariants``: one backend has two decode graphs per batch size."""
+    """Implements SGLang's ``AttentionGraphVariants``: one backend has two decode graphs per batch size. If a
+    policy selects what decode steps read, it has only the one with our kernels."""
 
     def __init__(self, backend: SharedSlotReads) -> None:
         self._backend = backend

@@ -6,6 +6,7 @@ import torch
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
+from sglang_reasoncache.kernels.page_logits import page_logits
 
 
 def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
@@ -31,6 +32,9 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
             queries = query.expand(drafted, -1, -1).contiguous()
             for each in (merged, plan):
                 decode_attention(queries, kv, each, scale=1.0, logit_cap=logit_cap, sees=sees)
+        if paged.selection is not None and layer.layer_id in paged.selection.bounds:
+            bounds = paged.selection.bounds[layer.layer_id]
+            page_logits(query, bounds[:-1], zero[None], 1.0, backend=paged.backend)
         for first in (0, 1):
             shift = None if plan.shift is None else plan.shift[first:]
             gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)

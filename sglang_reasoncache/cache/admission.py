@@ -50,8 +50,8 @@ class SharingBudget(compat.PrefillBudget):
         self._reclaimed = False
         # Number of tokens of the prompt that was checked last, without those that the host has.
         self._prompt = 0
-        # Most tokens of a chunk in this pass.
-        self._chunk = 1
+        # Number of requests that decode together with the prompts of this pass (``--enable-mixed-chunk``).
+        self._mixed: int = kwargs.get("num_mixed_decode_tokens", 0)
 
     @property
     def load_back_needs_full_tokens(self) -> bool:
@@ -92,8 +92,7 @@ class SharingBudget(compat.PrefillBudget):
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + self._promise.reserved(total_tokens - now, 1)
         if chunk_limit is not None:
-            self._chunk = max(self._chunk, chunk_limit)
-            needed += self._decoded_between_chunks(extend_input_len)
+            needed += self._decoded_between_chunks(extend_input_len, chunk_limit)
         fits, chunk_limit = super().check_prefill(
             extend_input_len=extend_input_len,
             total_tokens=needed,
@@ -104,16 +103,18 @@ class SharingBudget(compat.PrefillBudget):
         fits = fits and not self._put_off and self._reclaim(now)
         return (True, chunk_limit) if fits else self._refuse()
 
-    def _decoded_between_chunks(self, tokens: int) -> float:
+    def _decoded_between_chunks(self, tokens: int, chunk_limit: int) -> float:
         """Slots that running requests may take between the chunks of a prompt of ``tokens``, beyond those that
-        are reserved for them."""
-        pauses = -(-tokens // self._chunk) - 1
-        if pauses <= 0:
+        are reserved for them. ``chunk_limit``: what other prompts leave of this pass for its first chunk."""
+        schedule = compat.get_schedule()
+        steps = max(schedule.prefill_decode_interval or 0, min(self._mixed, 1))
+        chunk = max((schedule.chunked_prefill_size or 0) - self._mixed, chunk_limit, 1)
+        pauses = -(-tokens // chunk) - 1
+        if not steps or pauses <= 0:
             return 0
-        steps = pauses * max(1, compat.get_schedule().prefill_decode_interval or 0)
         future = max(self.total_offset - self.current_offset, 0)
         reserved = self._promise.reserved(future, self._requests)
-        return max(min(future, steps * self._requests) - reserved, 0)
+        return max(min(future, pauses * steps * self._requests) - reserved, 0)
 
     def prepare_load_back(
         self, *, full_tokens: int, extend_input_len: int, max_new_tokens: int, **_unused: int | None

@@ -101,13 +101,15 @@ def attention_backend(
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
         return backend, AttentionParts(uncorrected=uncorrected)
+    if name not in compat.CUDA_BACKENDS:
+        _select(paged, config)
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
         return backend, AttentionParts(rotations=paged.rotations, uncorrected=uncorrected)
     return backend, AttentionParts(
         rotations=paged.rotations,
         corrects_prefills=paged.runs_prefills,
         queries=_queries(paged, config),
-        selection=_selection(paged, config),
+        selection=paged.selection,
         serves_policies=True,
         uncorrected=uncorrected,
     )
@@ -135,11 +137,11 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
     return queries
 
 
-def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelection | None:
+def _select(paged: PagedAttention, config: ReasonCacheConfig) -> None:
     """Have decode steps select what they read if a policy says so. Raises ValueError if memory is missing."""
     quest = config.policies.selector
     if quest is None:
-        return None
+        return
     try:
         selection = paged.select(quest)
     except MemoryError as error:
@@ -149,7 +151,6 @@ def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelectio
             "--page-size",
         ) from error
     logger.info("reasoncache: bounds of pages' keys take %.1f MiB", selection.nbytes / 2**20)
-    return selection
 
 
 def resolve_positions(
@@ -231,7 +232,7 @@ def _own_backend(
     reason = ""
     if config.positions != "as-cached":
         try:
-            return _corrected(model_runner, name, cached), reason
+            return _corrected(model_runner, name, cached, config), reason
         except ValueError as error:
             if config.positions == "corrected":
                 raise
@@ -246,10 +247,10 @@ def _own_backend(
     if name in compat.CUDA_BACKENDS and prefill == decode and config.policies.needs_our_attention:
         # Policies need our kernels. ``check_policies`` refuses policies if prefill and decode use two backends.
         requested_by = f"{flag_of('policy')} {config.policy}"
-        return make_cuda(model_runner, name, None, requested_by=requested_by), reason
+        return make_cuda(model_runner, name, None, config, requested_by=requested_by), reason
     if name in compat.CUDA_BACKENDS and prefill == decode and _reads_pages(config, model_runner):
         try:
-            return make_cuda(model_runner, name, None, requested_by=_PAGES), reason
+            return make_cuda(model_runner, name, None, config, requested_by=_PAGES), reason
         except ValueError as error:
             reason = str(error)
     return None, reason
@@ -262,7 +263,9 @@ def _reads_pages(config: ReasonCacheConfig, model_runner: ModelRunner) -> bool:
     return as_cached and model_runner.token_to_kv_pool.page_size > 1
 
 
-def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:
+def _corrected(
+    model_runner: ModelRunner, name: str, cached: CachedPositions, config: ReasonCacheConfig
+) -> Any:
     """Make our backend with corrected keys. Raises ValueError if it does not support this server."""
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
@@ -273,11 +276,16 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
         )
     if name == compat.CPU_BACKEND:
         return cpu_attention.make(model_runner, cached)
-    return make_cuda(model_runner, name, cached, requested_by=_CORRECTED)
+    return make_cuda(model_runner, name, cached, config, requested_by=_CORRECTED)
 
 
 def make_cuda(
-    model_runner: ModelRunner, name: str, cached: CachedPositions | None, *, requested_by: str
+    model_runner: ModelRunner,
+    name: str,
+    cached: CachedPositions | None,
+    config: ReasonCacheConfig,
+    *,
+    requested_by: str,
 ) -> Any:
     """Makes the CUDA backend of a scheduler process. All tensor-parallel ranks call this together, and all get
     a backend or none does, because all must capture the same CUDA graphs.
@@ -292,7 +300,7 @@ def make_cuda(
     ranks = _ranks()
     try:
         try:
-            backend = _ready_for_graphs(model_runner, name, cached, requested_by)
+            backend = _ready_for_graphs(model_runner, name, cached, config, requested_by)
         except Exception:
             ranks.least(False)  # the other ranks wait for this rank's answer
             raise
@@ -313,7 +321,11 @@ def make_cuda(
 
 
 def _ready_for_graphs(
-    model_runner: ModelRunner, name: str, cached: CachedPositions | None, requested_by: str
+    model_runner: ModelRunner,
+    name: str,
+    cached: CachedPositions | None,
+    config: ReasonCacheConfig,
+    requested_by: str,
 ) -> Any:
     """The backend that :func:`make_cuda` makes, with compiled kernels and memory for its graphs' plans."""
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
@@ -335,6 +347,7 @@ def _ready_for_graphs(
         )
     if backend.paged.backend != "triton":
         raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
+    _select(backend.paged, config)
     requests = compat.largest_decode_graph(model_runner)
     if requests:
         backend.reserve_plans(requests)

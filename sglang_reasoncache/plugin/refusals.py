@@ -203,9 +203,9 @@ def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
 
 
 def check_where_policies_act(config: ReasonCacheConfig, args: ServerArgs) -> None:
-    """Raises ValueError if a policy evicts or selects positions on the decode server of a PD pair, because
-    SGLang copies the KV of all positions of a request that it retracts, and no forward sees the keys that
-    arrive, or with speculation, where a request has several queries a step."""
+    """Raises ValueError if a policy evicts or selects positions on the decode server of a PD pair, where SGLang
+    copies the KV of all positions of a request that it retracts, and where no forward computes bounds of the
+    keys that arrive. So does it with speculation, where a request has several queries a step."""
     if not config.policies.needs_our_attention:
         return
     evicts = bool(config.policies.evictors)

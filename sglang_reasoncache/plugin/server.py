@@ -288,7 +288,7 @@ class ServerParts:
         )
         logger.info(
             "reasoncache: %s, block %d, page %d, distances by %s, %s",
-            "on" if config.is_active else "idle",
+            "on" if config.is_active or config.policies.selector else "idle",
             config.block,
             resolved.page,
             meter.backend,

@@ -23,14 +23,14 @@ from sglang_reasoncache.kernels.page_logits import page_logits
 from sglang_reasoncache.kernels.paged import read_rows
 from sglang_reasoncache.selection.quest import Quest
 
-#: How many pages :meth:`PageSelection.written` reads at once, to limit memory.
-_AT_ONCE = 1024
+#: How many keys of each head :meth:`PageSelection.written` reads at once, to limit memory.
+_AT_ONCE = 1 << 14
 
 
 class _Rows(NamedTuple):
     """The rows of a forward, copied when it begins. ``pages`` is the number of pages of the longest row."""
 
-    slots: Tensor  # int32 [batch, pages * page]: each position's slot, or -1
+    slots: Tensor  # int32 [batch, pages, page]: each position's slot, or -1
     lengths: Tensor  # int64 [batch, 1]
     places: Tensor  # int64 [batch, pages]: number in the pool of each page in place; -1 of others
     held: Tensor  # int64 [batch, pages]: how many positions of each page have a slot
@@ -98,6 +98,12 @@ class PageSelection:
         """Bytes of all bounds."""
         return sum(bounds.nbytes for bounds in self.bounds.values())
 
+    def graph_bytes(self, batch: int, heads: int) -> int:
+        """About how many bytes a decode graph of ``batch`` requests takes for the choice, whose layers have
+        ``heads`` query heads: for a row's positions slots, plan and what :meth:`begin` compares, for its pages
+        logits and softmax."""
+        return batch * self._table.shape[1] * (42 + 8 * heads // self._page)
+
     def newly_counted(self) -> tuple[int, int]:
         """Of rows beyond the budget, added up over layers and steps since the last call: how many positions
         they held and how many of these were read. Without a wait: on a GPU, as of an earlier call."""
@@ -132,21 +138,22 @@ class PageSelection:
         # Copies: SGLang counts lengths up while a forward runs, and the scheduler changes rows.
         ends = lengths.long()[:, None].clamp(max=width)
         slots = F.pad(self._table[requests.long(), :width], (0, pages * page - width), value=-1)
-        at = torch.arange(pages * page, device=slots.device)
+        at = torch.arange(pages * page, dtype=torch.int32, device=slots.device)
         inside = at < ends
         held = inside & (slots >= 0) & (slots < self._num_slots)
         slots = slots.masked_fill(~held, -1)
-        first = slots[:, ::page].long()
-        in_place = held & (slots == first.repeat_interleave(page, dim=1) + at % page)
+        by_page = slots.view(-1, pages, page)
+        first = by_page[:, :, 0]
+        in_place = by_page == first[:, :, None] + at[:page]
         if self._cached_at is not None:
-            in_place &= self._cached_at[slots.clamp_min(0)] == at
-        whole = (in_place | ~inside).view(-1, pages, page).all(dim=2)
+            in_place &= (self._cached_at[slots.clamp_min(0)] == at).view_as(in_place)
+        whole = (in_place | ~inside.view_as(in_place)).all(dim=2)
         whole &= (first >= 0) & (first % page == 0)
         self._rows = _Rows(
-            slots=slots,
+            slots=by_page,
             lengths=ends,
-            places=torch.where(whole, first // page, -1),
-            held=held.view(-1, pages, page).sum(dim=2),
+            places=torch.where(whole, first.long() // page, -1),
+            held=held.view_as(by_page).sum(dim=2),
             decodes=decodes,
             choose=decodes and width > self._quest.budget,
         )
@@ -168,8 +175,9 @@ class PageSelection:
             return
         starts = torch.arange(places.shape[1], device=places.device) * page
         counts = (rows.lengths - starts).clamp(0, page)
+        pages = max(1, _AT_ONCE // page)
         for some, held in zip(
-            places.flatten().split(_AT_ONCE), counts.flatten().split(_AT_ONCE), strict=True
+            places.flatten().split(pages), counts.flatten().split(pages), strict=True
         ):
             self._bound(layer, some, held)
 
@@ -210,8 +218,7 @@ class PageSelection:
         beyond = rows.lengths > self._quest.budget
         held = rows.held * beyond
         self._totals += torch.stack((held.sum(), (held * keep).sum()))
-        kept = keep.repeat_interleave(self._page, dim=1)
-        return torch.where(kept, rows.slots, -1), rows.lengths[:, 0]
+        return torch.where(keep[:, :, None], rows.slots, -1).flatten(1), rows.lengths[:, 0]
 
     def _best(self, rows: _Rows, shares: Tensor) -> Tensor:
         """bool ``[batch, pages]``: the pages with the largest ``shares``, as many as the budget has, and the

@@ -2,10 +2,12 @@
 """Selected pages with our Triton kernels, under the interpreter: in graphs and without, as attention that masks
 what the selection on the CPU leaves out. ``tests/kernels/test_page_logits.py`` has the kernel alone."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, GraphVariants
 from sglang_reasoncache.selection.pages import PageSelection
@@ -128,6 +130,9 @@ def test_decode_reads_what_was_selected(monkeypatch: pytest.MonkeyPatch) -> None
         assert (held, read) == selection.newly_counted()
         assert (held > read) == (lengths == [60])
     assert set(graphs.replayed) == {SHIFTED}
+    # A group of DP attention without a request of its own replays the graph that there is.
+    idle = dataclasses.replace(rig.batch([1]), forward_mode=ForwardMode.IDLE)
+    assert backend.choose_graph(idle) == SHIFTED
 
 
 @under_interpreter

@@ -44,12 +44,13 @@ def budget(ahead: float | None, kept: float = 0.0, page: int = 1, mixed: int = 0
 
 
 def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
-    """Whether the budget ``made`` admits a request with ``prompt`` and ``output`` tokens."""
+    """Whether the budget ``made`` admits a request with ``prompt`` and ``output`` tokens, in one chunk. Of
+    several chunks there is ``test_admission_chunks.py``."""
     verdict, limit = made.check_prefill(
         extend_input_len=prompt, total_tokens=prompt + output, max_new_tokens=output,
-        input_tokens=prompt, swa_host_hit_length=0, chunk_limit=7,
+        input_tokens=prompt, swa_host_hit_length=0, chunk_limit=1000,
     )  # fmt: skip
-    assert limit == (7 if verdict else None)
+    assert limit == (1000 if verdict else None)
     return verdict
 
 

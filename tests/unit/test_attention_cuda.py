@@ -94,11 +94,11 @@ def test_sglangs_backend_is_behind_ours(
     over = f"--x y over --attention-backend {name} needs an NVIDIA GPU"
     runner = Rig(shifted=0.0).runner
     with pytest.raises(ValueError, match=f"{over}, this server runs on cpu"):
-        attention.make_cuda(runner, name, None, requested_by="--x y")
+        attention.make_cuda(runner, name, None, ReasonCacheConfig(), requested_by="--x y")
     runner.device = "cuda:0"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ValueError, match=rf"{over}, this server runs on cuda:0 \(ROCm\)"):
-        attention.make_cuda(runner, name, None, requested_by="--x y")
+        attention.make_cuda(runner, name, None, ReasonCacheConfig(), requested_by="--x y")
 
 
 @pytest.mark.parametrize("field", refusals.CORRECTED_CONFLICTS)
@@ -295,7 +295,7 @@ def test_auto_is_corrected(
     rig = Rig(shifted=0.0)
     rig.runner.prefill_attention_backend_str = "triton"
 
-    def on_the_cpu(runner: Any, _name: str, cached: Any, *, requested_by: str) -> Any:
+    def on_the_cpu(runner: Any, _name: str, cached: Any, _config: Any, *, requested_by: str) -> Any:
         assert (runner, cached) == (rig.runner, rig.cached_at)
         assert requested_by == "--reasoncache-positions corrected"
         return backend_of("cuda", rig)

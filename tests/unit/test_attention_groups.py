@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVote, SharedSlotReads
 from sglang_reasoncache.attention.slots import StockSlots
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.plugin import attention, graph_votes
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
@@ -41,7 +42,9 @@ def batch_of(kind: Any) -> Any:
 
 def backend_of() -> Any:
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
-    backend.paged = SimpleNamespace(reads_shared=True, queries=None, slots=StockSlots())
+    backend.paged = SimpleNamespace(
+        reads_shared=True, queries=None, selection=None, slots=StockSlots()
+    )
     return backend
 
 
@@ -100,7 +103,9 @@ def _made(rank: int, group: Any) -> list[tuple[Any, int]]:
         ):
             runner: Any = SimpleNamespace()
             try:
-                made = attention.make_cuda(runner, "triton", None, requested_by="--x y")
+                made = attention.make_cuda(
+                    runner, "triton", None, ReasonCacheConfig(), requested_by="--x y"
+                )
             except ValueError as error:
                 made = str(error)
             else:
