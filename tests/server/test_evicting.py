@@ -54,7 +54,9 @@ def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) 
     assert_rkv_decides(server, reference)
 
 
-@pytest.mark.parametrize("server", [*specs.EVICTORS, specs.RKV], indirect=True)
+@pytest.mark.parametrize(
+    "server", [*specs.EVICTORS, pytest.param(specs.RKV, marks=pytest.mark.long)], indirect=True
+)
 def test_frees_slots_under_load(server: ServerProcess) -> None:
     """Evicting frees slots. With a policy that also shares, some requests share and evict."""
     start = server.log_size()

@@ -146,11 +146,12 @@ class Graphs:
             q, k, v = (side[:size] for side in (self.q, *self.kv))
             return backend.forward_decode(q, k, v, self.rig.layer, batch)
 
-        # SGLang runs it twice before it captures. What those runs made is gone when the graph is replayed.
         replay()
         made = backend.paged._chosen
-        replay()
-        assert made is None or backend.paged._chosen is not made
+        if made is not None:
+            # SGLang runs it twice before it captures. What those runs made is gone when the graph is replayed.
+            replay()
+            assert backend.paged._chosen is not made
         return replay
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:

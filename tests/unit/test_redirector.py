@@ -163,7 +163,7 @@ FAILURES: list[Failure] = [
 TOGETHER = st.tuples(st.lists(BLOCKS, max_size=4), st.sampled_from([None, None, *FAILURES]))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from((1, 4)), st.lists(TOGETHER, max_size=4))
 def test_blocks_share_together_or_not_at_all(
     page: int, steps: list[tuple[list[tuple[int, int, int, int]], Failure | None]]
