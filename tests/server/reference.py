@@ -229,6 +229,28 @@ def _pages_read(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.
     return keep.repeat_interleave(_PAGE)[: len(keys)]
 
 
+def off_from_selecting(server: ServerProcess, model: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far log-probabilities of a server with ``QUEST_POLICY`` are from those of a loop that selects pages,
+    too, and from those of a loop that reads everything."""
+    todo = prompts(4, seed=41)
+    responses = respond(server, todo, 200)
+    off = []
+    for kind in (Selecting, Loop):
+        loop = kind(model)
+        prompts_of = [loop.tokenizer(text)["input_ids"] for text in todo]
+        off.append(joined([*map(loop.compare, prompts_of, responses)]).off)
+    assert len(off[0]) > 400
+    selecting, dense = off
+    return selecting, dense
+
+
+def assert_reads_less(seen: dict[str, Any]) -> None:
+    """Checks by a server's report ``seen`` that decode steps read less than rows held, and freed nothing."""
+    totals = seen["totals"]
+    assert 0 < totals["positions_read"] < 0.8 * totals["positions_held"]
+    assert seen["evictors"] == [] and totals["positions_evicted"] == 0
+
+
 class Beside:
     """Responses of a server beside loops (:class:`Loop`): one that makes the server's changes to each row, and
     *others*, each of which makes one of the changes otherwise or not at all.

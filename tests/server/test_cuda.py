@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests on a GPU, with ten servers, each with FlashInfer or Triton; two have no CUDA graphs."""
+"""Tests on a GPU, with twelve servers, each with FlashInfer or Triton; two have no CUDA graphs."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,13 @@ from tests.server.problems import (
     report,
     solve,
 )
-from tests.server.reference import Loop, assert_rkv_decides, assert_within_rounding
+from tests.server.reference import (
+    Loop,
+    assert_reads_less,
+    assert_rkv_decides,
+    assert_within_rounding,
+    off_from_selecting,
+)
 from tests.server.specs import EAGER, EAGER_CIRCLES, PAGE16, POLICY, ServerSpec
 
 pytestmark = [
@@ -65,6 +71,11 @@ EVICTING_AS_CACHED = ON_CUDA.having(
 )
 RKV = ON_CUDA.having("rkv", FLASHINFER, GRAPHS, POLICY, specs.RKV_POLICY)
 BOTH = ON_CUDA.having("both", TRITON, GRAPHS, PAGE16, POLICY, f"reasoncache+{specs.RKV_POLICY}")
+
+QUEST = ON_CUDA.having("quest", FP16, FLASHINFER, GRAPHS, PAGE16, POLICY, specs.QUEST_POLICY)
+QUEST_AND_SHARING = ON_CUDA.having(
+    "quest-sharing", TRITON, GRAPHS, PAGE16, POLICY, f"reasoncache+{specs.QUEST_POLICY}"
+)
 
 SHARING = pytest.mark.parametrize("server", [ALONE, ON_TRITON], indirect=True)
 
@@ -155,3 +166,21 @@ def test_shared_pages_and_evicted_ones(server: ServerProcess) -> None:
     for count in (12, 3):
         assert all(answer.text for answer in solve(server, problems(count, seed=5)))
     assert report(server)["totals"]["positions_evicted"] > 0
+
+
+@pytest.mark.parametrize("spec", [QUEST])
+def test_selecting_equals_masking_in_every_layer(servers: ServerPool, spec: ServerSpec) -> None:
+    """Where two pages matter alike, rounding may choose the other one."""
+    server = servers.get(spec)
+    selecting, dense = off_from_selecting(server, servers.model(spec.model))
+    assert selecting.mean() < dense.mean() / 5
+    assert_reads_less(report(server))
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("server", [QUEST_AND_SHARING], indirect=True)
+def test_shared_pages_and_selected_ones(server: ServerProcess) -> None:
+    for count in (12, 3):
+        assert all(answer.text for answer in solve(server, problems(count, seed=5)))
+    assert_reads_less(report(server))
+    assert report(server)["totals"]["blocks_shared"] > 0

@@ -10,7 +10,14 @@ from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
 from tests.server.problems import TO_THE_END, problems, prompts, report, respond, series, solve
-from tests.server.reference import ROUNDING, Beside, Loop, Selecting, assert_rkv_decides, joined
+from tests.server.reference import (
+    ROUNDING,
+    Beside,
+    Loop,
+    assert_reads_less,
+    assert_rkv_decides,
+    off_from_selecting,
+)
 
 #: The loops that fit worse than the one that evicts what the server evicts (``reference.Beside``).
 OTHERS = ("nothing evicted", "evicted at another query")
@@ -147,17 +154,9 @@ def test_selecting_equals_masking_in_every_layer(
     """Log-probabilities are those of a loop that masks, in each layer, what Quest leaves out. Prometheus counts
     what was read."""
     log = server.log_size()
-    todo = prompts(4, seed=41)
-    responses = respond(server, todo, 200)
-    off = []
-    for kind in (Selecting, Loop):
-        loop = kind(servers.model(specs.QUEST.model))
-        prompts_of = [loop.tokenizer(text)["input_ids"] for text in todo]
-        compared = map(loop.compare, prompts_of, responses)
-        off.append(joined([*compared]).off)
-    assert len(off[0]) > 400
-    assert off[0].max() < ROUNDING
-    assert off[1].mean() > 100 * off[0].mean()
+    selecting, dense = off_from_selecting(server, servers.model(specs.QUEST.model))
+    assert selecting.max() < ROUNDING
+    assert dense.mean() > 100 * selecting.mean()
     wait_until_idle(server)
     assert_reads_less(report(server))
     published = series(server)
@@ -173,9 +172,3 @@ def test_selecting_beside_sharing_and_retractions(server: ServerProcess) -> None
     wait_until_idle(server)
     assert_reads_less(report(server))
     assert report(server)["totals"]["blocks_shared"] > 8
-
-
-def assert_reads_less(seen: dict[str, Any]) -> None:
-    totals = seen["totals"]
-    assert 0 < totals["positions_read"] < 0.8 * totals["positions_held"]
-    assert seen["evictors"] == [] and totals["positions_evicted"] == 0
