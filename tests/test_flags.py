@@ -230,7 +230,7 @@ def test_what_a_policy_that_selects_needs_is_named() -> None:
             refusals.check_where_policies_act(selects, _server_args(**fields))
     page = SimpleNamespace(page_size=1)
     with pytest.raises(ValueError, match="--page-size must be at least 2 .*, got 1"):
-        attention.check_latent_policies(selects, page)
+        attention.check_pool_for_policies(selects, page)
     for wrong, message in (
         ("quest:budget=0", "budget of quest between 1 and"),
         ("quest+quest", "with quest once"),

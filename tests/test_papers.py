@@ -21,7 +21,7 @@ from eval.methods import find_method
 from eval.runs.options import parse as parse_run
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import generate
-from sglang_reasoncache import policy_options, techniques
+from sglang_reasoncache import policy_options, registry, techniques
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, parse_settings
 from sglang_reasoncache.policy_options import PolicyError
 from sglang_reasoncache.techniques import TECHNIQUES, Here, Technique
@@ -172,11 +172,9 @@ def test_the_page_has_the_table_of_techniques() -> None:
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda one: one.name)
 def test_a_technique_is_named_with_what_serves_it_or_the_reason(technique: Technique) -> None:
+    policies = {*registry.BUILT_IN, *registry.SELECTING}
     for name in (technique.name.upper(), technique.name.replace(" ", "-").lower()):
-        if (
-            name
-            in policy_options.registry.BUILT_IN.keys() | policy_options.registry.SELECTING.keys()
-        ):
+        if name in policies:
             continue
         with pytest.raises(PolicyError) as caught:
             policy_options.parse(f"{name}:budget=64")

@@ -63,10 +63,7 @@ class SharedSlotReads(PagedBackend):
         self._sees: torch.Tensor | None = None
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
-        """Whether rows of a batch may have shifted slots or evicted positions, or a decode step selects what it
-        reads."""
-        if self.selects and forward_batch.forward_mode.is_decode():
-            return True
+        """Whether rows of a batch may have shifted slots or evicted positions."""
         slots = self.paged.slots
         shared = self.paged.reads_shared and slots.has_shifted_slots
         if not (slots.has_evicted or shared):
@@ -91,7 +88,7 @@ class SharedSlotReads(PagedBackend):
         self.paged.record(forward_batch)
         self.paged.begin_selection(forward_batch)
         if _decodes(mode):
-            if self.needs_ours(forward_batch):
+            if self.selects or self.needs_ours(forward_batch):
                 self.paged.begin_decode(forward_batch)
             else:
                 super().init_forward_metadata(forward_batch)

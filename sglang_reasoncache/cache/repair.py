@@ -124,8 +124,7 @@ class Repairs:
         repair = prefix.documents.repair
         if self._failed or not (repair.first or (repair.share and not _only_scores(req))):
             return NO_POSITIONS
-        marks = marked(req)
-        assert marks is not None, "only a request that marks documents has a composed prefix"
+        marks = _marks_of(req)
         # The choice is kept, because SGLang matches waiting requests often.
         known, chosen = marks.chosen
         if known == end and marks.chosen_by is self:
@@ -231,8 +230,7 @@ class Repairs:
         """The scores of a request so far, fp32 ``[length]``. None if the request is not scored."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
-        marks = marked(req)
-        assert marks is not None, "only a request that marks documents has a composed prefix"
+        marks = _marks_of(req)
         if req.prefix_len == prefix.length or marks.scores is None:
             # This is the first chunk of the prompt, perhaps computed again after a retraction.
             marks.scores = torch.zeros(prefix.length, device=device)
@@ -240,8 +238,7 @@ class Repairs:
 
     def _publish(self, req: Request, prefix: Composition, received: torch.Tensor) -> None:
         """Keep the scores of ``req`` for later requests. Called for the prompt's last chunk."""
-        marks = marked(req)
-        assert marks is not None, "only a request that marks documents has a composed prefix"
+        marks = _marks_of(req)
         key = _key(req, prefix, marks)
         kept = self._scores
         kept[key] = received
@@ -256,6 +253,13 @@ def missed(req: Request, prefix: Composition) -> bool:
     """Whether ``req`` asked for a repair, but ``prefix`` gets none. False for a scoring request."""
     asked = prefix.documents.repair != Repair() and not _only_scores(req)
     return asked and not len(prefix.again)
+
+
+def _marks_of(req: Request) -> CachedDocuments:
+    """What a request with a composed prefix marks."""
+    marks = marked(req)
+    assert marks is not None, "only a request that marks documents has a composed prefix"
+    return marks
 
 
 def _only_scores(req: Request) -> bool:

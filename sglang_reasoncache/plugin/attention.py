@@ -183,7 +183,7 @@ def resolve_positions(
     return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
 
-def check_latent_policies(config: ReasonCacheConfig, pool: Any) -> None:
+def check_pool_for_policies(config: ReasonCacheConfig, pool: Any) -> None:
     """Raises ValueError if a policy evicts or selects and attention is latent (MLA), or if a policy selects
     pages of one position. Called before backends are built."""
     if compat.latent_rank(pool) and config.policies.needs_our_attention:

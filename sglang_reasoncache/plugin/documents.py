@@ -94,9 +94,8 @@ async def _behind_known(
             if prompt is None:
                 prompt, _ = await manager._tokenize_texts(obj.text)
             length = _verified_length(manager, obj, prompt)
-            array(
-                "q", prompt
-            )  # As SGLang does. It raises if there is anything but numbers of 64 bits.
+            # As SGLang does. It raises if there is anything but numbers of 64 bits.
+            array("q", prompt)
         except Exception:  # SGLang refuses the request below.
             length = 0
         start = obj.logprob_start_len

@@ -196,10 +196,8 @@ def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
     each with the name of an attention backend that would read all positions."""
     if others and config.policies.needs_our_attention:
         use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
-        does = (
-            "evicts positions, which" if config.policies.evictors else "leaves out positions, which"
-        )
-        raise of_policy(config.policy, f"{does} {others[0]} would read; {use}")
+        does = "evicts" if config.policies.evictors else "leaves out"
+        raise of_policy(config.policy, f"{does} positions, which {others[0]} would read; {use}")
 
 
 def check_where_policies_act(config: ReasonCacheConfig, args: ServerArgs) -> None:

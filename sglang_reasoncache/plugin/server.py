@@ -59,7 +59,7 @@ class ServerParts:
         pool = stock.get_kvcache()
         models.check_pool(pool)
         models.check_windows(pool, compat.get_server_args())
-        attention.check_latent_policies(config, pool)
+        attention.check_pool_for_policies(config, pool)
         self.allocator = shared_allocator_of(stock)
         self.controller: Controller | None = None
         #: Decides on the decode server of a PD pair. None on other servers.

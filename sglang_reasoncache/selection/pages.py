@@ -31,11 +31,16 @@ class _Rows(NamedTuple):
     """The rows of a forward, copied when it begins. ``pages`` is the number of pages of the longest row."""
 
     slots: Tensor  # int32 [batch, pages, page]: each position's slot, or -1
-    lengths: Tensor  # int64 [batch, 1]
+    lengths: Tensor  # int64 [batch]
     places: Tensor  # int64 [batch, pages]: number in the pool of each page in place; -1 of others
-    held: Tensor  # int64 [batch, pages]: how many positions of each page have a slot
-    decodes: bool  # whether this is a decode step
-    choose: bool  # whether some row may be longer than the budget
+    newest: Tensor  # int64 [batch, 1]: the page of each row that is being filled
+    always: Tensor  # bool [batch, pages]: pages that every layer reads, but for the newest
+    counted: Tensor  # int64 [batch, pages]: positions of each page, 0 in rows within the budget
+    bounded: (
+        Tensor  # int64 [n]: numbers in the pool of pages whose bounds the forward changes, or -1
+    )
+    filled: Tensor  # int64 [n]: how many of each such page's first slots have a key
+    choose: bool  # whether this is a decode step in which some row may be longer than the budget
 
 
 class PageSelection:
@@ -43,7 +48,7 @@ class PageSelection:
 
     A page of a row is *in place* if its positions name the slots of one page of the pool, in order, at the
     positions that these were cached for. Only these pages have bounds. Other pages, of which positions share or
-    are evicted, are always read, beside the budget, and so is the newest page.
+    are evicted, are always read, beside the budget. The newest page is always one of those in the budget.
 
     Args:
         quest: The policy.
@@ -149,12 +154,24 @@ class PageSelection:
             in_place &= (self._cached_at[slots.clamp_min(0)] == at).view_as(in_place)
         whole = (in_place | ~inside.view_as(in_place)).all(dim=2)
         whole &= (first >= 0) & (first % page == 0)
+        places = torch.where(whole, first.long() // page, -1)
+        newest = (ends - 1).clamp_min(0) // page
+        within = ends <= self._quest.budget
+        if decodes:
+            bounded = places.gather(1, newest)
+            filled = ends - newest * page
+        else:
+            bounded = places
+            filled = (ends - at[::page]).clamp(0, page)
         self._rows = _Rows(
             slots=by_page,
-            lengths=ends,
-            places=torch.where(whole, first.long() // page, -1),
-            held=held.view_as(by_page).sum(dim=2),
-            decodes=decodes,
+            lengths=ends[:, 0],
+            places=places,
+            newest=newest,
+            always=(places < 0) | within,
+            counted=held.view_as(by_page).sum(dim=2).masked_fill(within, 0),
+            bounded=bounded.flatten(),
+            filled=filled.flatten(),
             choose=decodes and width > self._quest.budget,
         )
 
@@ -167,23 +184,9 @@ class PageSelection:
         rows = self._rows
         if rows is None or layer not in self._keys:
             return
-        places = rows.places
-        page = self._page
-        if rows.decodes:
-            newest = self._newest(rows)
-            self._bound(layer, places.gather(1, newest)[:, 0], (rows.lengths - newest * page)[:, 0])
-            return
-        starts = torch.arange(places.shape[1], device=places.device) * page
-        counts = (rows.lengths - starts).clamp(0, page)
-        pages = max(1, _AT_ONCE // page)
-        for some, held in zip(
-            places.flatten().split(pages), counts.flatten().split(pages), strict=True
-        ):
-            self._bound(layer, some, held)
-
-    def _newest(self, rows: _Rows) -> Tensor:
-        """int64 ``[batch, 1]``: the page of each row that is being filled."""
-        return (rows.lengths - 1).clamp_min(0) // self._page
+        pages = max(1, _AT_ONCE // self._page)
+        for some, filled in zip(rows.bounded.split(pages), rows.filled.split(pages), strict=True):
+            self._bound(layer, some, filled)
 
     def _bound(self, layer: int, places: Tensor, counts: Tensor) -> None:
         """Compute the bounds of pages. ``places``: int64 ``[n]``, -1 for none. ``counts``: int64 ``[n]``, how
@@ -214,17 +217,15 @@ class PageSelection:
         )
         # A row may have no page in place: its softmax is NaN, and everything is read.
         shares = logits.softmax(dim=2).nan_to_num_(0.0).sum(dim=1)
-        keep = self._best(rows, shares) | (rows.places < 0) | (rows.lengths <= self._quest.budget)
-        beyond = rows.lengths > self._quest.budget
-        held = rows.held * beyond
-        self._totals += torch.stack((held.sum(), (held * keep).sum()))
-        return torch.where(keep[:, :, None], rows.slots, -1).flatten(1), rows.lengths[:, 0]
+        keep = self._best(rows, shares) | rows.always
+        self._totals += torch.stack((rows.counted.sum(), (rows.counted * keep).sum()))
+        return torch.where(keep[:, :, None], rows.slots, -1).flatten(1), rows.lengths
 
     def _best(self, rows: _Rows, shares: Tensor) -> Tensor:
         """bool ``[batch, pages]``: the pages with the largest ``shares``, as many as the budget has, and the
         newest page among them."""
         shares = shares.masked_fill(rows.places < 0, -math.inf)
-        shares = shares.scatter(1, self._newest(rows), math.inf)
+        shares = shares.scatter(1, rows.newest, math.inf)
         count = min(math.ceil(self._quest.budget / self._page), shares.shape[1])
         best = shares.topk(count, dim=1).indices
         return torch.zeros_like(shares, dtype=torch.bool).scatter_(1, best, True)

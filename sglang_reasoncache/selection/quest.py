@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of the policy that selects pages."""
 
-import dataclasses
 from dataclasses import dataclass
 
-from sglang_reasoncache.eviction.policies.evictor import OptionError, bounded
+from sglang_reasoncache.eviction.policies.evictor import bounded, check_bounds
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,4 @@ class Quest:
     whole_layers: int = bounded(2, 0, 1000)
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            low, high = option.metadata["bounds"]
-            if not low <= getattr(self, option.name) <= high:
-                raise OptionError(option.name, f"between {low} and {high}")
+        check_bounds(self)

@@ -16,8 +16,6 @@ from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import under_interpreter
 from tests.unit.attention_rig import TOLERANCE, Rig, mark
 from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
-from tests.unit.test_attention_cuda_graph import device as device
-from tests.unit.test_attention_cuda_graph import few_programs as few_programs
 from tests.unit.test_attention_cuda_graph import ranks as ranks
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform", "ranks")

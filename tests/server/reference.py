@@ -85,6 +85,7 @@ class Loop:
         ).eval()
         self._rows: list[_Row] = []
         self._rotation: Rotations = None
+        self._prompt = 0
 
     def rotation(self) -> Rotations:
         """The model's rotations, or None if it has no rotary embedding."""
@@ -128,6 +129,7 @@ class Loop:
         tokens = [*prompt, *found["tokens"]]
         told = torch.tensor([*found["inputs"], *found["logprobs"]])
         self._rotation = rotation
+        self._prompt = len(prompt)
         self._rows = _rows(len(tokens), blocks, evictions)
         logits = self.model(input_ids=torch.tensor([tokens])).logits[0]
         ours = logits.log_softmax(dim=-1)[-len(told) - 1 : -1]
@@ -144,9 +146,16 @@ class Loop:
         rotated = rotation.rotate(keys[..., dims:], by)
         return torch.cat((keys[..., :dims], rotated), dim=-1)
 
+    def _reads(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Which positions each query of a layer may read: bool ``[tokens, tokens]``. ``query``, ``key``:
+        ``[heads, tokens, dim]``."""
+        return torch.ones(query.shape[1], query.shape[1], dtype=torch.bool).tril()
+
     def _attend(
         self,
-        _module: Any,
+        module: Any,
         query: Any,
         key: Any,
         value: Any,
@@ -159,12 +168,12 @@ class Loop:
         out = query.new_empty((*query.shape[:3], value.shape[3]))
         ends = [row.first for row in self._rows[1:]] + [count]
         windowed = sliding_window is not None
+        read = self._reads(module, query[0], key[0], scaling)
         for row, end in zip(self._rows, ends, strict=True):
             queries = slice(row.first, end)
             shift = torch.arange(count) - row.slots
             keys = self._rotated(key[0].transpose(0, 1)[row.slots], shift, windowed)
-            visible = torch.ones(count, count, dtype=torch.bool).tril()
-            visible = visible.triu(1 - (sliding_window or count))[queries] & row.held
+            visible = read.triu(1 - (sliding_window or count))[queries] & row.held
             out[:, :, queries] = torch.nn.functional.scaled_dot_product_attention(
                 query[:, :, queries],
                 keys.transpose(0, 1)[None],
@@ -184,35 +193,15 @@ class Selecting(Loop):
     """A :class:`Loop` in which each token of the response reads pages as Quest selects them: in each layer but
     the first ones, the newest page and those whose keys may have the largest share of attention."""
 
-    _prompt = 0
-
-    def compare(
-        self, prompt: Sequence[int], found: dict[str, Any], *_: Any, **changes: Any
-    ) -> Compared:
-        self._prompt = len(prompt)
-        return super().compare(prompt, found, **changes)
-
-    def _attend(
-        self,
-        _module: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        _mask: Any,
-        scaling: float,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[torch.Tensor, None]:
-        count = query.shape[2]
-        visible = torch.ones(count, count, dtype=torch.bool).tril()
-        if _module.layer_idx >= _QUEST.whole_layers:
-            for at in range(max(self._prompt, _QUEST.budget), count):
-                keys = key[0, :, : at + 1].transpose(0, 1)
-                visible[at, : at + 1] = _pages_read(query[0, :, at], keys, scaling)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
+    def _reads(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        read = super()._reads(module, query, key, scaling)
+        if module.layer_idx >= _QUEST.whole_layers:
+            for at in range(max(self._prompt, _QUEST.budget), len(read)):
+                keys = key[:, : at + 1].transpose(0, 1)
+                read[at, : at + 1] = _pages_read(query[:, at], keys, scaling)
+        return read
 
 
 def _pages_read(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

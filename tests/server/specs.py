@@ -166,7 +166,8 @@ SHARING_AND_EVICTING = SHARED.having(
 ).for_long_runs()
 #: Evicts by attention weights. The pool is large, because ``reference.py`` cannot follow retractions.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, FP32, POLICY, RKV_POLICY)
-#: Each decode step reads the pages that may matter most, in every layer but the first. In a large pool, too.
+#: Each decode step reads the pages that may matter most, in every layer but the first. The pool is as large as
+#: that of RKV.
 QUEST_POLICY = "quest:budget=48:whole_layers=1"
 QUEST = SHARED.having(
     *("quest", CHUNKED, PAGED_READS, PAGE16, FP32, "--enable-metrics"),
@@ -175,14 +176,7 @@ QUEST = SHARED.having(
 #: Beside sharing, and requests that are retracted and come back from the host: bounds of pages that are loaded.
 QUEST_AND_SHARING = SHARED.having(
     "quest-sharing",
-    *(
-        TIGHT,
-        *EAGER,
-        CHUNKED,
-        PAGED_READS,
-        PAGE16,
-        FP32,
-    ),
+    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, PAGE16, FP32),
     *(POLICY, f"reasoncache+{QUEST_POLICY}"),
     **retracting(25),
 ).for_long_runs()

@@ -289,7 +289,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     models.check_latent(Rig(shifted=0.0).pool, args)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     with pytest.raises(ValueError, match="streamingllm:budget=64 does not support latent"):
-        attention.check_latent_policies(config, rig.pool)
+        attention.check_pool_for_policies(config, rig.pool)
     rig.layer.k_scale_float = 0.5
     with pytest.raises(ValueError, match="layer 1 has latent rows divided by 0.5"):
         PagedCpuBackend(rig.runner, rig.cached_at)

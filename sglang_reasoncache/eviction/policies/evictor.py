@@ -34,6 +34,15 @@ def bounded(default: float | None, low: float, high: float) -> Any:
     return dataclasses.field(default=default, metadata={"bounds": (low, high)})
 
 
+def check_bounds(policy: Any) -> None:
+    """Raises OptionError if a :func:`bounded` option of ``policy``, a dataclass, is out of its bounds."""
+    for option in dataclasses.fields(policy):
+        value = getattr(policy, option.name)
+        bounds = option.metadata.get("bounds")
+        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
+            raise OptionError(option.name, "between {} and {}".format(*bounds))
+
+
 def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
     """Raises OptionError if the option ``key`` has a ``value`` that is not among those ``known``."""
     if value not in known:
@@ -78,11 +87,7 @@ class Evictor:
         return 0
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = getattr(self, option.name)
-            bounds = option.metadata.get("bounds")
-            if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
-                raise OptionError(option.name, "between {} and {}".format(*bounds))
+        check_bounds(self)
         if (self.budget is None) == (self.share is None):
             raise OptionError("budget or share", "given, one of the two")
         if self.share is not None and not 0 < self.share < 1:
