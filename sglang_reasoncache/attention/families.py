@@ -39,7 +39,6 @@ FAMILIES = (
     Family("Ring", "latent, lightning", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
-    Family("Mellum 2", "full, windows in their own pool", "tiny: CPU"),
-    Family("gpt-oss", "full, windows in their own pool", "not tried"),
+    Family("Mellum 2, gpt-oss", "full, windows in their own pool", "tiny ones: CPU"),
     Family("Gemma 4, MiMo-V2, Step-3.5, Llama 4", "other windows", ""),
 )

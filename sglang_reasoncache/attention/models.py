@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _FLAG = "--enable-reasoncache"
 
 #: End of messages about window pools, whose slots SGLang frees as the window moves on.
-BESIDE_WINDOWS = (
+_BESIDE_WINDOWS = "beside layers with sliding windows in a pool of their own"
+_ONE_POOL = (
     "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
     "into one pool, which takes more memory a token"
 )
@@ -38,16 +39,10 @@ DECODES_AS_PREFILLS = ("pplx", "deepep_v2")
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
-    """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows, and for a window pool
-    with a page size above 1.
+    """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows.
 
     ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
     if type(pool) is compat.SWAKVPool:
-        if pool.page_size > 1:
-            raise CannotShare(
-                f"{requested_by} does not support --page-size {pool.page_size} (1 is the default of "
-                f"--attention-backend triton) {BESIDE_WINDOWS}"
-            )
         check_pool(pool.swa_kv_pool, requested_by)
         pool = pool.full_kv_pool
     if type(pool) is compat.HybridLinearKVPool:
@@ -67,12 +62,15 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 def check_windows(pool: Any, args: ServerArgs) -> None:
     """Raises CannotShare for a flag that cannot be combined with windows in a pool of their own."""
-    for name, given in {
-        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
-        "--disaggregation-mode decode": args.disaggregation_mode == "decode",
-    }.items():
-        if given and type(pool) is compat.SWAKVPool:
-            raise CannotShare(f"{_FLAG} does not support {name} {BESIDE_WINDOWS}")
+    if type(pool) is not compat.SWAKVPool:
+        return
+    for name, given, end in (
+        ("--enable-hierarchical-cache", args.enable_hierarchical_cache, _ONE_POOL),
+        ("--disaggregation-mode decode", args.disaggregation_mode == "decode", _ONE_POOL),
+        ("--speculative-algorithm", args.speculative_algorithm is not None, _BESIDE_WINDOWS),
+    ):
+        if given:
+            raise CannotShare(f"{_FLAG} does not support {name} {end}")
 
 
 def check_kind(context: TreeCacheBuildContext) -> None:
@@ -91,8 +89,10 @@ def window_age(context: TreeCacheBuildContext) -> int:
     if not context.is_hybrid_swa:
         return 0
     interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
-    # Two more tokens, for the step in flight and for the next step. No draft model reads further back.
-    return context.params.sliding_window_size + interval + 2
+    # Two more tokens, for the step in flight and for the next step, and whole pages at both ends. No draft
+    # model reads further back.
+    pages = 2 * (context.params.page_size - 1)
+    return context.params.sliding_window_size + interval + 2 + pages
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:

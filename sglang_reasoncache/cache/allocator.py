@@ -234,8 +234,27 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         if short > 0 and self.free_group is None:
             self.owner.reclaim(short, evicts)
 
+    @property
+    def shared_pool(self) -> Any:
+        """The KV pool whose slots can be shared."""
+        return self.get_kvcache()
+
+    def alloc_restored(
+        self, tree_cache: PrefixTree, count: int, in_window: int
+    ) -> torch.Tensor | None:
+        """Allocate slots for ``count`` consecutive positions whose KV comes from the host, int64 ``[count]``.
+        None if there are too few. ``in_window``: how many of the last ones need a slot in the window pool."""
+        if self.available_size() < count:
+            self.evict_to_free_tokens(tree_cache, count)
+        slots: torch.Tensor | None = self.alloc(count)
+        return slots
+
+    def free_restored(self, slots: torch.Tensor, in_window: int) -> None:
+        """Free what :meth:`alloc_restored` allocated."""
+        self.free(slots)
+
     def release_window(self, slots: torch.Tensor) -> None:
-        """Free the peers of ``slots`` in the window pool, if there is one. All of them have peers."""
+        """Free the peers of ``slots``, whole pages, in the window pool, if there is one. All have peers."""
 
     def free_size(self) -> int:
         """Number of free slots in the pool whose slots can be shared."""
@@ -260,20 +279,14 @@ class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
         super().free(pages)
 
 
-class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator):
-    """An allocator for page sizes above 1. Positions share slots one by one, but a page becomes free only once
-    no position names any slot of it."""
+class _FreesSlots(_ReferenceCounted):
+    """Frees slots that may share pages. At page sizes above 1 positions share slots one by one, but a page
+    becomes free only once no position names any slot of it."""
 
-    def free(self, free_index: torch.Tensor) -> None:
-        """Free slots that are in no row, given in any order. A page may occur several times, wholly or in part,
-        so the page loses as many references as its most frequent slot has occurrences. SGLang's method frees
-        each page once."""
-        if self.free_group is None:
-            free_index = self.owner.once_more(self._without_evicted, free_index)
-        if self.free_group is not None or not self.references:
-            super().free(free_index)
-        else:
-            self.commit(self.owner.once_more(self._prepare_slots, free_index))
+    def _free_slots(self, slots: torch.Tensor) -> None:
+        """Free slots given in any order. A page may occur several times, wholly or in part, so the page loses
+        as many references as its most frequent slot has occurrences."""
+        self.commit(self.owner.once_more(self._prepare_slots, slots))
 
     def _prepare_slots(self, slots: torch.Tensor) -> Change:
         named: Counter[int] = Counter()
@@ -281,6 +294,19 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
             page = slot // self.page_size
             named[page] = max(named[page], times)
         return self.prepare(list(named.elements()))
+
+
+class SharedPagedAllocator(_FreesSlots, compat.PagedTokenToKVPoolAllocator):
+    """An allocator for page sizes above 1."""
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free slots that are in no row, in any order. SGLang's method frees each page once."""
+        if self.free_group is None:
+            free_index = self.owner.once_more(self._without_evicted, free_index)
+        if self.free_group is not None or not self.references:
+            super().free(free_index)
+        else:
+            self._free_slots(free_index)
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         """SGLang returns freed pages to the free list only by calling this method."""
@@ -290,23 +316,61 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
         super()._release_page_ids(pages)
 
 
-class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
-    """An allocator for page size 1 with two pools. Rows name slots of the full pool and may share them; the
-    window pool serves sliding-window layers. A slot's *peer* is the slot of the same token in the window pool.
-    SGLang frees the peer once the window has passed. Only then may the token's row entry name another slot."""
+class SharedWindowAllocator(_FreesSlots, compat.SWATokenToKVPoolAllocator):
+    """An allocator with two pools. Rows name slots of the full pool and may share them; the window pool serves
+    sliding-window layers. A slot's *peer* is the slot of the same token in the window pool. SGLang frees the
+    peer once the window has passed. Only then may the token's row entry name another slot."""
 
     budget = WindowSharingBudget
     has_window_pool = True
 
+    @property
+    def shared_pool(self) -> Any:
+        return self.get_kvcache().full_kv_pool
+
+    @property
+    def window_pool(self) -> Any:
+        """The KV pool of sliding-window layers."""
+        return self.get_kvcache().swa_kv_pool
+
+    def alloc_restored(
+        self, tree_cache: PrefixTree, count: int, in_window: int
+    ) -> torch.Tensor | None:
+        full_short = max(count - self.full_available_size(), 0)
+        window_short = max(in_window - self.swa_available_size(), 0)
+        if full_short or window_short:
+            tree_cache.evict_for_alloc(
+                compat.EvictParams(num_tokens=full_short, swa_num_tokens=window_short)
+            )
+            self.reclaim_to(count)
+        if not self.new_pages_available(count // self.page_size, in_window // self.page_size):
+            return None
+        slots: torch.Tensor = self.full_attn_allocator.alloc(count)
+        self.clear_full_to_swa_mapping(slots)
+        if in_window:
+            peers = self.swa_attn_allocator.alloc(in_window)
+            self.set_full_to_swa_mapping(slots[count - in_window :], peers)
+        return slots
+
+    def free_restored(self, slots: torch.Tensor, in_window: int) -> None:
+        self.release_window(slots[len(slots) - in_window :])
+        self._free_full(slots)
+
     def release_window(self, slots: torch.Tensor) -> None:
-        self.free_swa(slots)
+        self.free_swa_segment(slots, start_pos=0)
 
     def free_size(self) -> int:
         return int(self.full_available_size())
 
     def free(self, free_index: torch.Tensor) -> None:
         self.free_swa(free_index)
-        self._free_unknown(free_index)
+        self._free_full(free_index)
+
+    def _free_full(self, slots: torch.Tensor) -> None:
+        if self._is_plain:
+            self.full_attn_allocator.free(slots)
+        else:
+            self._free_slots(slots)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         self.free_swa_segment(free_index, start_pos=start_pos)
@@ -315,15 +379,15 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free slots of the full pool. SGLang's method requires slots without peers. Here a slot may have one:
         a shared slot keeps its peer until the window of the request that wrote the slot has passed."""
-        if self.references and self.freed.is_told:
-            self._free_known(free_index, start_pos)
-        elif self.references:
-            self._free_unknown(free_index)
-        else:
+        if self._is_plain:
             self.full_attn_allocator.free_segment(free_index, start_pos=start_pos)
+        elif self.freed.is_told:
+            self._free_known(free_index, start_pos)
+        else:
+            self._free_slots(free_index)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
-        self.full_attn_allocator.free(pages)
+        self.full_attn_allocator.free_page_ids(pages)
 
 
 Shared = SharedTokenAllocator | SharedPagedAllocator | SharedWindowAllocator

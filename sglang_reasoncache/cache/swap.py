@@ -6,7 +6,7 @@ copied to the host before the request's slots are reused. When SGLang admits the
 as a host hit of the prefix cache: SGLang's admission reserves its slots and asks the tree to load it.
 
 If a model has state layers (such as Mamba), the copy ends where SGLang has a state of the request, which is
-copied, too."""
+copied, too. If sliding-window layers have a KV pool of their own, the last window is copied from there."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Swapped:
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
             all is exact.
         state: SGLang's copy of the state after the last position. None if the model has no state layers.
+        window: SGLang's copy of the last ``in_window`` positions' KV in the window pool. None without it.
         num_bytes: Size of the copies.
         is_valid: Whether the KV may be used.
     """
@@ -56,14 +57,19 @@ class Swapped:
         cached_at: torch.Tensor | None,
         first_shared: int | None,
         state: Any = None,
+        window: Any = None,
+        in_window: int = 0,
     ) -> None:
         self.length = length
         self.runs = runs
         self.cached_at = cached_at
         self.first_shared = first_shared
         self.state = state
+        self.window = window
+        self.in_window = in_window
         self.is_valid = True
-        self.num_bytes = _bytes_of(state) + sum(_bytes_of(run.tensors) for run in runs)
+        copies = (state, window, *(run.tensors for run in runs))
+        self.num_bytes = sum(map(_bytes_of, copies))
 
 
 def swapped_of(req: Request | None) -> Swapped | None:
@@ -77,11 +83,13 @@ class Restored(NamedTuple):
     into which the request's own KV was loaded, int64 ``[loaded]`` on the device.
 
     ``first_shared``: see :class:`Swapped`. Known here until the row has a copy on the host that knows it.
+    ``in_window``: how many of the last slots have a peer in the window pool.
     """
 
     node: Any
     slots: torch.Tensor
     first_shared: int | None
+    in_window: int = 0
 
 
 class HostSwap:
@@ -119,6 +127,7 @@ class HostSwap:
             one.is_valid = False
             one.runs = ()
             one.state = None
+            one.window = None
             one.num_bytes = 0
 
     def out(
@@ -128,6 +137,7 @@ class HostSwap:
         row: HostRow,
         first_shared: int | None,
         state: LastState | None,
+        window: torch.Tensor | None,
     ) -> Swapped | None:
         """Copy the KV of a request that is being retracted. None if positions were evicted, if some KV is not
         computed, or if the copy would exceed the limit.
@@ -136,6 +146,8 @@ class HostSwap:
             first_shared: See :class:`Swapped`.
             state: The request's last state, in models with state layers. Its slot is free already, but only a
                 later forward rewrites it.
+            window: With a window pool the slots there of the last positions, int64 ``[n]``. They are free
+                already, too.
         """
         length = computed_length(req)
         length -= length % tree.page_size
@@ -148,6 +160,7 @@ class HostSwap:
             or length <= 0
             or not req.output_ids
             or length > req.kv.kv_allocated_len
+            or (tree.is_swa_enabled and (window is None or not (window > 0).all()))
         ):
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
@@ -156,7 +169,8 @@ class HostSwap:
         kept_state = (
             None if state is None else tree.req_to_token_pool.mamba_pool.get_cpu_copy(state.slot)
         )
-        wanted = self._slot_bytes * length + _bytes_of(kept_state)
+        kept_window = None if window is None else allocator.window_pool.get_cpu_copy(window)
+        wanted = self._slot_bytes * length + _bytes_of(kept_state) + _bytes_of(kept_window)
         if self.num_bytes + wanted > self._limit:
             return None
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
@@ -167,13 +181,24 @@ class HostSwap:
             for start, end in ((0, kept), (kept, length))
             if end > start
         ]
-        swapped = Swapped(length, runs, cached_at, first_shared, kept_state)
+        swapped = Swapped(
+            length,
+            runs,
+            cached_at,
+            first_shared,
+            kept_state,
+            kept_window,
+            0 if window is None else len(window),
+        )
         self._there.add(swapped)
         return swapped
 
     def _copies(self, allocator: Any, slots: torch.Tensor) -> list[Any]:
         """Of the served model's KV, then of each draft model's."""
-        return [store.get_cpu_copy(slots) for store in (allocator, *self._draft_pools)]
+        return [pool.get_cpu_copy(slots) for pool in self._pools(allocator)]
+
+    def _pools(self, allocator: Any) -> tuple[Any, ...]:
+        return allocator.shared_pool, *self._draft_pools
 
     def back(self, tree: SharedRadixCache, swapped: Swapped, req: Request) -> Restored | None:
         """Load the positions that the tree does not hold into new slots, and the state into the request's slot
@@ -183,9 +208,8 @@ class HostSwap:
             return None
         allocator = tree.token_to_kv_pool_allocator
         count = swapped.length - held
-        if allocator.available_size() < count:
-            allocator.evict_to_free_tokens(tree, count)
-        slots = allocator.alloc(count)
+        in_window = min(swapped.in_window, count)
+        slots = allocator.alloc_restored(tree, count, in_window)
         if slots is None:
             return None
         try:
@@ -194,17 +218,21 @@ class HostSwap:
             whole = torch.cat((slots.new_zeros(held), slots))
             for run in swapped.runs:
                 if run.end > held:
-                    stores = (allocator, *self._draft_pools)
-                    for store, tensors in zip(stores, run.tensors, strict=True):
-                        store.load_cpu_copy(tensors, whole[run.start : run.end])
+                    pools = self._pools(allocator)
+                    for pool, tensors in zip(pools, run.tensors, strict=True):
+                        pool.load_cpu_copy(tensors, whole[run.start : run.end])
+            if in_window:
+                peers = allocator.translate_loc_from_full_to_swa(slots[count - in_window :])
+                peers = torch.cat((peers.new_zeros(swapped.in_window - in_window), peers))
+                allocator.window_pool.load_cpu_copy(swapped.window, peers)
             if swapped.state is not None and req.kv.mamba_pool_idx is not None:
                 pool = tree.req_to_token_pool.mamba_pool
                 pool.load_cpu_copy(swapped.state, req.kv.mamba_pool_idx.unsqueeze(0))
             if self._cached_at is not None and swapped.cached_at is not None:
                 self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
-            return Restored(None, slots, swapped.first_shared)
+            return Restored(None, slots, swapped.first_shared, in_window)
         except BaseException:
-            allocator.free(slots)
+            allocator.free_restored(slots, in_window)
             raise
 
 
@@ -216,9 +244,6 @@ def computed_length(req: Request) -> int:
 def _bytes_of(tensors: Any) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.nbytes
-    if isinstance(tensors, dict):
-        # Window layers have a pool of their own.
-        tensors = list(tensors.values())
     if isinstance(tensors, list | tuple):
         return sum(map(_bytes_of, tensors))
     return 0

@@ -56,6 +56,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     _loads_own = False
     #: Slots of continuations that were freed while the core evicted.
     _freed_before = 0
+    #: What :meth:`_window_to_swap` found for the request whose row is being freed.
+    _window: torch.Tensor | None = None
 
     @property
     def owner(self) -> SlotOwner:
@@ -138,6 +140,24 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # Admission expects the slots of passed windows to be free. The call above stopped at ``end``.
             self.evict_sliding_windows(req, up_to - 1)
 
+    @property
+    def _window_in_pages(self) -> int:
+        """Size of a window that ends with a page, in whole pages, in slots."""
+        return -(-int(self.sliding_window_size) // self.page_size) * self.page_size
+
+    @property
+    def needs_larger_window_pool(self) -> bool:
+        """Whether a request that comes back from the host might never be admitted, because SGLang would find
+        too little room in the window pool: for the window that comes back, and for one to decode, beside the
+        nodes that its cached prefix locks there: a window, and the rest of the node where the window begins."""
+        if not self.is_swa_enabled:
+            return False
+        in_pages = self._window_in_pages
+        interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
+        needed = self.sliding_window_size + self.page_size + in_pages
+        locked = self.sliding_window_size + max(in_pages, interval + self.page_size)
+        return bool(self.token_to_kv_pool_allocator.size_swa <= needed + locked)
+
     def _freed_of_window(self, req: Request) -> int:
         """The position up to which ``req`` has lost its slots in the window pool."""
         return compat.freed_of_window(req.kv, self.page_size)[1]
@@ -208,7 +228,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         needed = 1
         passed = slots[:0]
         if self.is_swa_enabled:
-            needed = self.sliding_window_size
+            needed = self._window_in_pages
             first_alive = max(start, self._freed_of_window(req))
             window_at = max(end - needed, start)
             if window_at < first_alive:
@@ -400,15 +420,25 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _host_row(self, kv: Any) -> HostRow:
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, NOTHING_SHARED)
 
+    def claim_kv_row(self, req: Request) -> bool:
+        """SGLang asks before it frees the row of ``req``."""
+        self._window = None
+        if self.token_to_kv_pool_allocator.swap is not None and not req.finished():
+            with self.owner.contained_alone():
+                self._window = self._window_to_swap(req)
+        return bool(super().claim_kv_row(req))
+
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         state = None
+        window = self._window
+        self._window = None
         if self.token_to_kv_pool_allocator.swap is not None and not req.finished():
             with self.owner.contained_alone():
                 state = self._state_to_swap(req)
         super().on_release(req, checkpointed=checkpointed)
         row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, NOTHING_SHARED)
         if not req.finished():
-            self._swap_out(req, row, state)
+            self._swap_out(req, row, state, window)
             handover = self.token_to_kv_pool_allocator.handover
             if handover is not None:
                 self.owner.once_more(handover.retracted, req, row)
@@ -424,7 +454,29 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return None
         return last_state(self, req, length)
 
-    def _swap_out(self, req: Request, row: HostRow, state: LastState | None) -> None:
+    def _window_to_swap(self, req: Request) -> torch.Tensor | None:
+        """The slots in the window pool with which a request that is being retracted can go on, int64 ``[n]``,
+        in models with such a pool. None if the window has passed some of them."""
+        if not self.is_swa_enabled:
+            return None
+        length = computed_length(req)
+        length -= length % self.page_size
+        first = max(length - self._window_in_pages, 0)
+        # Positions before the first one that was freed belong to the tree.
+        lowest, end = compat.freed_of_window(req.kv, self.page_size)
+        if max(lowest, first) < end:
+            return None
+        slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:length].long()
+        peers: torch.Tensor = self.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(slots)
+        return peers
+
+    def _swap_out(
+        self,
+        req: Request,
+        row: HostRow,
+        state: LastState | None,
+        window: torch.Tensor | None,
+    ) -> None:
         """Keep the KV of a request that is retracted. Its slots are free already, but only a later forward
         rewrites them. A request that SGLang ends because it cannot retract it does not come back."""
         swap = self.token_to_kv_pool_allocator.swap
@@ -432,7 +484,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return
         # All ranks admit the same requests with the same numbers of tokens.
         swapped = self.owner.on_all(
-            lambda: swap.out(self, req, row, _first_shared(req, row), state)
+            lambda: swap.out(self, req, row, _first_shared(req, row), state, window)
         )
         setattr(req, SWAPPED, swapped)
 
@@ -458,7 +510,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
         if self.owner.on_all(back) is None:
             if restored is not None:
-                self.token_to_kv_pool_allocator.free(restored.slots)
+                self.token_to_kv_pool_allocator.free_restored(restored.slots, restored.in_window)
             return 0, req.last_node
         assert restored is not None
         if swapped.state is not None:
@@ -515,7 +567,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         swapped = swapped_of(params.req)
         if swapped is not None and found.device_prefix_len < swapped.length <= len(params.key):
             missing = swapped.length - found.device_prefix_len
-            return found._replace(host_hit_length=missing, mamba_branching_seqlen=None)
+            return found._replace(
+                host_hit_length=missing,
+                swa_host_hit_length=min(missing, swapped.in_window),
+                swa_branching_seqlen=None,
+                mamba_branching_seqlen=None,
+            )
         documents = marked(params.req) if self.owner.composes else None
         if documents is not None:
             with self.owner.contained_alone():
@@ -590,6 +647,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             path = self.tree_core.collect_full_device_indices(prefix.node, root)
             slots = torch.cat((path[: req.prefix_len - len(prefix.slots)], prefix.slots))
             assert len(slots) == req.prefix_len, (len(slots), req.prefix_len)
+            if self.is_swa_enabled and prefix.in_window < len(prefix.slots):
+                # The positions before the last window have no slots there.
+                compat.set_freed_of_window(req.kv, req.prefix_len - prefix.in_window)
             return slots
         setattr(req, CONTINUED, None)
         if isinstance(prefix, Continued):

@@ -246,6 +246,12 @@ def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
     return kv.swa_dead_lo(page), kv.get_evicted_seqlen(resolve("ComponentType").SWA)
 
 
+def set_freed_of_window(kv: Any, end: int) -> None:
+    """From now on a request's positions up to ``end`` have no slots in the window pool, apart from those that
+    the prefix tree owns."""
+    kv.set_evicted_seqlen(resolve("ComponentType").SWA, end)
+
+
 def state_copy_in_flight(kv: Any) -> bool:
     """Whether a forward in flight may write the older of a request's two copies of its state. SGLang copies the
     state alternately into both, at some or all multiples of ``mamba_track_interval``. True if the request's

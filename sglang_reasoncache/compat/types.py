@@ -116,6 +116,7 @@ class PrefixTree(Protocol):
     req_to_token_pool: ReqToTokenPool
 
     def evictable_size(self) -> int: ...
+    def evict_for_alloc(self, params: Any) -> Any: ...
 
 
 class ServerArgs(Protocol):

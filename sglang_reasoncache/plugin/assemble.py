@@ -90,6 +90,7 @@ def assemble(
         rules=Rules(
             min_age=config.min_age,
             has_window_pool=allocator.has_window_pool,
+            page=allocator.page_size,
         ),
         meter=meter,
         threshold=AdaptiveThreshold(config.percentile, config.warmup),

@@ -167,8 +167,8 @@ class ServerParts:
         self, tree: SharedRadixCache, resolved: ResolvedConfig, args: ServerArgs
     ) -> HostSwap | None:
         """Host memory for the KV of retracted requests. None if the operator wants none or the settings share
-        nothing, and, with a line in the log, where the KV alone is not all that a request needs. A draft
-        model's KV is copied, too."""
+        nothing, and, with a line in the log, where more than KV, states and windows is needed. A draft model's
+        KV is copied, too."""
         config = resolved.config
         asked = config.host_swap_gb
         if asked == 0 or not resolved.learns:
@@ -177,10 +177,14 @@ class ServerParts:
             "a draft model's KV was not found": refusals.has_draft_model(args)
             and not self._draft_pools
         }
+        small = {
+            "the window pool holds fewer than some four windows": tree.needs_larger_window_pool
+        }
         reason = (
             _has_host_tier(tree)
             or _first(drafts)
-            or _needs_more_than_kv(tree, config, args, keeps_states=True)
+            or _needs_more_than_kv(tree, config, args, keeps_endings=True)
+            or _first(small)
             or self._reads_as_cached(config)
         )
         if reason is not None:
@@ -216,7 +220,7 @@ class ServerParts:
         }
         reason = (
             _first(reasons if tree.is_mamba_enabled else {})
-            or _needs_more_than_kv(tree, config, args, keeps_states=True, keeps_windows=True)
+            or _needs_more_than_kv(tree, config, args, keeps_endings=True)
             or self._reads_as_cached(config)
         )
         if reason is not None:
@@ -348,17 +352,16 @@ def _needs_more_than_kv(
     tree: SharedRadixCache,
     config: ReasonCacheConfig,
     args: ServerArgs,
-    keeps_states: bool = False,
-    keeps_windows: bool = False,
+    keeps_endings: bool = False,
 ) -> str | None:
     """Why the KV in the pool that is shared is not all that a request needs to go on here. None if it is.
-    ``keeps_states``, ``keeps_windows``: whether the caller keeps states, or last windows, too."""
+    ``keeps_endings``: whether the caller keeps states and last windows, too."""
     reasons = {
         # SGLang itself keeps retracted requests there.
         "another server prefills": _decodes_only(args),
-        "state layers have states": tree.is_mamba_enabled and not keeps_states,
+        "state layers have states": tree.is_mamba_enabled and not keeps_endings,
         "layers with a sliding window have a pool of their own": tree.is_swa_enabled
-        and not keeps_windows,
+        and not keeps_endings,
         "a policy evicts positions": bool(config.policies.evictors),
     }
     return _first(reasons)

@@ -84,10 +84,12 @@ class Rules:
     Attributes:
         min_age: How many tokens must follow a block before it may share.
         has_window_pool: Whether sliding-window layers have a pool of their own.
+        page: Page size, in tokens.
     """
 
     min_age: int = 0
     has_window_pool: bool = False
+    page: int = 1
 
     def refusal(
         self, block: BlockProposal, stage: Stage, judgement: Judgement = _NOT_JUDGED
@@ -148,8 +150,7 @@ def _is_in_window(rules: Rules, block: BlockProposal, _: Judgement) -> bool:
     """Positions in the window need their own window-pool slots: a shared one would be freed too early."""
     if not rules.has_window_pool:
         return False
-    # With a pool of its own for windows the page size is 1.
-    start, end = compat.freed_of_window(block.req.kv, 1)
+    start, end = compat.freed_of_window(block.req.kv, rules.page)
     return not start <= block.dst_start < block.dst_end <= end
 
 

@@ -21,17 +21,21 @@ from tests.property.test_groups import PICK, RandomMeter
 from tests.property.test_memory import explore
 from tests.property.test_scheduling import SchedulingMachine, counted, machine_of
 from tests.property.test_states import name_of
-from tests.property.windows import WINDOW, WindowWorld
+from tests.property.windows import WINDOW, WindowWorld, kept
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Setup
 from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
-    Setup(1, 3, 190, continues=True),
+    Setup(1, 3, 190, continues=True, swap=1 << 15),
+    Setup(4, 3, 260, continues=True, when="short", swap=1 << 15),
     *(
         pytest.param(setup, marks=pytest.mark.long)
         for setup in (
             Setup(1, 3, 170, core="rust", continues=True, when="short"),
-            Setup(1, 2, 220, core="rust", continues=True),
+            Setup(1, 2, 220, core="rust", continues=True, swap=1 << 13),
+            Setup(1, 3, 190, continues=True),
+            Setup(4, 4, 280, core="rust", continues=True),
+            Setup(2, 2, 240, core="rust", continues=True, when="short", swap=1 << 13),
         )
     ),
 ]
@@ -64,7 +68,7 @@ class WindowMachine(SchedulingMachine):
         sizes = {id(node): len(node) for node in self.world.allocator.continuations}
         super()._finish(reqs)
         for node in self.world.allocator.continuations:
-            assert not node.needs_ending or node.ending is None or len(node.ending) == WINDOW
+            assert node.ending is None or len(node.ending) == kept(self.world.page)
             type(self).extended += len(node) > sizes.get(id(node), len(node))
 
     @precondition(lambda self: self.said and len(self.running) < MAX_ROWS)
@@ -106,10 +110,10 @@ class WindowMachine(SchedulingMachine):
             end = req.kv.kv_committed_len
             expected = self._names(req, max(end - WINDOW, 0), end)
             assert world.window(world.row(req)[:end]) == expected
-        kept = [slot for node in there if node.ending is not None for slot in node.ending.tolist()]
-        assert len(set(kept)) == len(kept), "two hold one window"
-        assert (world.peers(kept) > 0).all()
-        assert there.evictable_endings + there.protected_endings == len(kept)
+        last = [slot for node in there if node.ending is not None for slot in node.ending.tolist()]
+        assert len(set(last)) == len(last), "two hold one window"
+        assert (world.peers(last) > 0).all()
+        assert there.evictable_endings + there.protected_endings == len(last)
         needed = [
             req.lock
             for req in self.holding()
@@ -118,7 +122,8 @@ class WindowMachine(SchedulingMachine):
         # A request needs the window that it began with until it has freed a slot of its own.
         for lock, req in ((req.lock, req) for req in self.holding() if req.lock in needed):
             assert req.kv.get_evicted_seqlen(ComponentType.SWA) <= lock.parts[-1].end
-        assert there.protected_endings == WINDOW * len({id(lock.parts[-1].node) for lock in needed})
+        pinned = {id(lock.parts[-1].node) for lock in needed}
+        assert there.protected_endings == kept(world.page) * len(pinned)
         assert all(node.needs_ending for node in there)
         books = tree.swa_evictable_size() + tree.swa_protected_size() + pool.swa_available_size()
         assert books + world.of_requests(self.holding()) == world.total, "a window slot is lost"
@@ -141,10 +146,20 @@ def test_windows_belong_to_their_prefixes(
 
         def all_seen() -> bool:
             """Whether what this setup allows has happened. Without it the run would prove little."""
-            return all([machine.revived, machine.taken, machine.extended])
+            others = machine.revived, machine.taken, machine.extended
+            return all([*others, machine.restored or not setup.swap])
 
         explore(machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
     record_property("operations", machine.operations)
-    names = ("chunks", "preempted", "failed", "continued", "revived", "taken", "extended")
+    names = (
+        "chunks",
+        "preempted",
+        "failed",
+        "continued",
+        "revived",
+        "taken",
+        "extended",
+        "restored",
+    )
     print(setup, counted(machine, *names, "across"))
     assert all_seen()

@@ -22,16 +22,24 @@ WINDOW = 8
 RELEASES = compat.version("sglang") != "0.5.22"
 
 
+def kept(page: int) -> int:
+    """Size of the last window of a prefix, in whole pages, in slots."""
+    return -(-WINDOW // page) * page
+
+
 class WindowWorld(World):
     """A ``World`` with one more layer, which has a window and its own pool. ``peers``: slots in that pool."""
 
     def make_allocator(self) -> Any:
         slots = self.setup.slots
+        page = self.page
         same: Any = dict(head_num=1, head_dim=4, dtype=torch.float32, device="cpu")
         layers: Any = dict(swa_attention_layer_ids=[LAYERS], full_attention_layer_ids=[0, 1])
-        self.both = SWAKVPool(size=slots, size_swa=slots, page_size=1, **same, **layers)
+        self.both = SWAKVPool(size=slots, size_swa=slots, page_size=page, **same, **layers)
         self.both.full_kv_pool = self.pool
-        stock = SWATokenToKVPoolAllocator(slots, slots, 1, torch.float32, "cpu", self.both, False)
+        stock = SWATokenToKVPoolAllocator(
+            slots, slots, page, torch.float32, "cpu", self.both, False
+        )
         return shared_allocator_of(stock)
 
     def set_components(self, params: CacheInitParams) -> None:
@@ -45,7 +53,7 @@ class WindowWorld(World):
         self.allocator.free_group_begin()
         for req in reqs:
             self.tree.evict_sliding_windows(req, req.seqlen - 1)
-            has_passed = req.kv.kv_allocated_len - WINDOW >= req.kv.cache_protected_len
+            has_passed = req.kv.kv_allocated_len - kept(self.page) >= req.kv.cache_protected_len
             if RELEASES and has_passed:
                 self.tree.release_swa_prefix_lock(req)
         self.allocator.free_group_end()
@@ -68,11 +76,12 @@ class WindowWorld(World):
         return found
 
     def of_requests(self, reqs: Sequence[Req]) -> int:
-        """Number of slots of the window pool that belong to ``reqs`` alone."""
+        """Number of slots of the window pool that belong to ``reqs`` alone, in whole pages."""
         found = 0
         for req in reqs:
             freed = req.kv.get_evicted_seqlen(ComponentType.SWA)
-            found += req.kv.kv_allocated_len - max(freed, req.kv.cache_protected_len)
+            alone = req.kv.kv_allocated_len - max(freed, req.kv.cache_protected_len)
+            found += -(-alone // self.page) * self.page
         return found
 
     def free_pages(self) -> np.ndarray:

@@ -77,11 +77,13 @@ class Loop:
 
     def __init__(self, path: Path, name: str = "") -> None:
         """``path``: the model's folder. ``name``: see ``ServerSpec.model``."""
-        AttentionInterface.register("redirecting", self._attend)
+        # Other loops of this process have functions of their own.
+        attention = f"redirecting_{id(self)}"
+        AttentionInterface.register(attention, self._attend)
         self.name = name
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="redirecting"
+            path, dtype=torch.float32, attn_implementation=attention
         ).eval()
         self._rows: list[_Row] = []
         self._rotation: Rotations = None
@@ -162,6 +164,7 @@ class Loop:
         _mask: Any,
         scaling: float,
         sliding_window: int | None = None,
+        s_aux: Any = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         count = query.shape[2]
@@ -172,13 +175,24 @@ class Loop:
         for row, end in zip(self._rows, ends, strict=True):
             queries = slice(row.first, end)
             shift = torch.arange(count) - row.slots
-            keys = self._rotated(key[0].transpose(0, 1)[row.slots], shift, windowed)
+            keys = self._rotated(key[0].transpose(0, 1)[row.slots], shift, windowed).transpose(
+                0, 1
+            )[None]
+            values = value[:, :, row.slots]
             visible = read.triu(1 - (sliding_window or count))[queries] & row.held
+            mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)[None, None]
+            if s_aux is not None:
+                # A sink takes a share of a head's attention and gives nothing: a key and a value of zeros, and
+                # the sink as what the mask adds.
+                keys = torch.nn.functional.pad(keys, (0, 0, 0, 1))
+                values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+                sinks = s_aux.reshape(1, -1, 1, 1).expand(-1, -1, mask.shape[2], -1)
+                mask = torch.cat((mask.expand(-1, query.shape[1], -1, -1), sinks), dim=-1)
             out[:, :, queries] = torch.nn.functional.scaled_dot_product_attention(
                 query[:, :, queries],
-                keys.transpose(0, 1)[None],
-                value[:, :, row.slots],
-                attn_mask=visible,
+                keys,
+                values,
+                attn_mask=mask,
                 scale=scaling,
                 enable_gqa=True,
             )

@@ -227,14 +227,14 @@ UNCORRECTED = (
 #: Name in ``tiny_models.py`` -> module in SGLang, for models with latent attention and with sliding windows.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
-#: The window layers of this model have a pool of their own.
-WINDOW_POOL = {"mellum": "mellum"}
+#: The window layers of these models have a pool of their own.
+WINDOW_POOL = {"mellum": "mellum", "gpt_oss": "gpt_oss"}
 STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
 
 
 def _beside(model: str) -> dict[str, str]:
     states = () if model in STATELESS else ("state_layers",)
-    return _plugins(*states)
+    return _plugins(*states, *(("sinks",) if model == "gpt_oss" else ()))
 
 
 def _importing(*modules: str) -> dict[str, str]:
@@ -252,6 +252,9 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     if model in WINDOW_POOL:
         env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
+    if model == "gpt_oss":
+        # SGLang's choice for this model needs a GPU.
+        flags = ("--moe-runner-backend triton", *flags)
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     env = _beside(model) | _importing(STATELESS.get(model, model)) | env
     env |= {WAITS: "1", "SGLANG_MAMBA_CONV_DTYPE": "float32", **UNCOMPILED}
@@ -280,6 +283,13 @@ def short(model: str) -> ServerSpec:
         "--chunked-prefill-size 64",
     )
     return _of(model, "short", *pool, **retracting(150))
+
+
+#: Both pools have pages, as SGLang's choice for gpt-oss on Blackwell.
+WINDOW_PAGES = at_once("gpt_oss").having("page16", PAGE16).for_long_runs()
+WINDOW_PAGES_SHORT = (
+    short("mellum").having("page16", PAGE16, "--max-total-tokens 1024").for_long_runs()
+)
 
 
 def on_two_ranks(spec: ServerSpec) -> ServerSpec:

@@ -62,7 +62,7 @@ _OUTPUTS = tuple(
 _NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 _LESS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "granitemoehybrid", "kimi_linear"), 0.06),
-    "falcon_h1": 0.03,
+    **dict.fromkeys(("falcon_h1", "gpt_oss"), 0.05),
 }
 _LESS_OF_OTHERS = 0.12
 _LESS_OF_GEMMA = 0.6
@@ -108,6 +108,24 @@ MODELS: dict[str, tuple[str, Fields]] = {
             rope_parameters=dict(
                 full_attention=dict(rope_type="default", rope_theta=1e4),
                 sliding_attention=dict(rope_type="default", rope_theta=1e3),
+            ),
+        ),
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        dict(
+            **{**_WINDOW, "sliding_window": 32},
+            attention_bias=True,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1.5e5,
+                factor=2.0,
+                original_max_position_embeddings=2048,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
             ),
         ),
     ),

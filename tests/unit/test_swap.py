@@ -175,7 +175,7 @@ def test_a_copy_that_fails_is_contained(site: str, monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no host memory")
 
     world, req = started(SETUPS[0])
-    monkeypatch.setattr(world.allocator, site, fail)
+    monkeypatch.setattr(world.allocator.shared_pool, site, fail)
     world.retract(req)
     assert admitted(world, req) > 1 and swapped_of(req) is None
     assert world.controller.report.disabled == "RuntimeError: no host memory"
@@ -238,7 +238,7 @@ def test_ranks_go_on_together_after_a_failure(fails: str, monkeypatch: pytest.Mo
         world.controller.containment.together(fail)
     else:
         site = {"copying": "get_cpu_copy", "loading": "load_cpu_copy"}[fails]
-        monkeypatch.setattr(world.allocator, site, fail)
+        monkeypatch.setattr(world.allocator.shared_pool, site, fail)
     world.retract(req)
     assert (swapped_of(req) is not None) == (fails == "loading")
     assert admitted(world, req) > 1

@@ -11,9 +11,12 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.attention import models
+from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.sharing.request import record_of
+from tests.property.adder import adder_of
 from tests.property.windows import WINDOW, WindowWorld
 from tests.property.world import ENDS, Pair, Setup
 
@@ -26,8 +29,8 @@ TEXT = list(range(1, 130))
 
 
 class Windows(WindowWorld):
-    def __init__(self, core: str) -> None:
-        super().__init__(Setup(1, BLOCK, SLOTS, core=core))
+    def __init__(self, core: str, page: int = 1, swap: int = 0) -> None:
+        super().__init__(Setup(page, BLOCK, SLOTS, core=core, swap=swap))
 
     def write(self, slots: np.ndarray, contents: Any) -> None:
         super().write(slots, contents)
@@ -56,18 +59,19 @@ class Windows(WindowWorld):
         window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()
         for req in live:
             row = self.row(req).copy()
-            full += len(row) - req.kv.cache_protected_len
+            full += -(-(len(row) - req.kv.cache_protected_len) // self.page) * self.page
             assert self.window(row) == TEXT[max(len(row) - WINDOW, 0) : len(row)]
         window += self.of_requests(live)
         assert (full - self.controller.pipeline.saved, window) == (SLOTS, SLOTS)
 
 
+@pytest.mark.parametrize("page", [1, 2])
 @pytest.mark.parametrize("core", ["python", "rust"])
-@pytest.mark.parametrize("seed", range(8))
-def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str, page: int) -> None:
     """Requests reuse cached prefixes, share, are retracted and end. The tree evicts windows and
     prefixes, and requests publish them again."""
-    world = Windows(core)
+    world = Windows(core, page)
     dice = random.Random(seed)
     live = list[Req]()
     away = list[Req]()
@@ -104,16 +108,98 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
     assert world.allocator.full_available_size() == world.allocator.swa_available_size() == SLOTS
 
 
-def test_what_excludes_a_window_pool_is_refused() -> None:
+@pytest.mark.parametrize("fails", ["", "full_kv_pool", "swa_kv_pool"])
+@pytest.mark.parametrize("prompt", [3, 20], ids=["short-prompt", "long-prompt"])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_a_retracted_request_comes_back_with_its_last_window(
+    core: str, page: int, prompt: int, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last window of the response gets slots in the window pool. If its KV cannot be loaded, it is
+    computed again, and no slot of either pool is lost."""
+    world = Windows(core, page, swap=1 << 20)
+    req = world.request("r", TEXT[:prompt])
+    world.prefill(req)
+    req.output_ids.append(TEXT[prompt])
+    while req.kv.kv_allocated_len < 60:
+        world.step(req)
+    world.retract(req)
+    swapped: Any = swapped_of(req)
+    assert (swapped.length, swapped.in_window) == (60, WINDOW)
+    world.tree.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=SLOTS))
+    if fails:
+        monkeypatch.setattr(getattr(world.both, fails), "load_cpu_copy", fail)
+    req.init_next_round_input(world.tree)
+    assert (req.host_hit_length, req.swa_host_hit_length) == (60, WINDOW)
+    adder = adder_of(world, [], 1 << 12)
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    assert adder.can_run_list == [req]
+    before = world.allocator.swa_available_size()
+    restored = 0 if fails else 60
+    assert req.prefix_len == restored
+    world.write(world.extend(req), TEXT[restored:61])
+    checkpoint_kv_cache(req, world.tree)
+    assert before - world.allocator.swa_available_size() <= max(61 - restored, page)
+    world.check([req])
+    assert (world.controller.report.disabled is None) == (not fails)
+    for _ in range(2 * WINDOW):
+        world.step(req)
+        world.check([req])
+    world.finish(req)
+    world.tree.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=SLOTS))
+    assert world.allocator.full_available_size() == world.allocator.swa_available_size() == SLOTS
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_copy_is_made_however_soon_after_the_prompt(page: int) -> None:
+    """SGLang counts the prompt as freed, although the prefix tree still has its windows."""
+    for written in range(21, 21 + 3 * WINDOW):
+        world = Windows("python", page, swap=1 << 20)
+        req = world.request("r", TEXT[:20])
+        world.prefill(req)
+        req.output_ids.append(TEXT[20])
+        while req.kv.kv_allocated_len < written:
+            world.step(req)
+        world.retract(req)
+        swapped = swapped_of(req)
+        assert swapped is not None and swapped.length == written // page * page
+
+
+def test_a_small_window_pool_takes_no_copies() -> None:
+    """In smaller ones SGLang might admit no request that comes back."""
+    world = Windows("python")
+    assert not world.tree.needs_larger_window_pool
+    needed = 3 * WINDOW + 1 + compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get() + 1
+    for size, small in ((needed, True), (needed + 1, False)):
+        world.allocator._size_swa = size
+        assert world.tree.needs_larger_window_pool == small
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no host memory")
+
+
+@pytest.mark.parametrize(
+    ("flag", "given"),
+    [
+        (
+            "--enable-hierarchical-cache .*; --disable-hybrid-swa",
+            dict(enable_hierarchical_cache=True),
+        ),
+        (
+            "--disaggregation-mode decode .*; --disable-hybrid-swa",
+            dict(disaggregation_mode="decode"),
+        ),
+        ("--speculative-algorithm beside layers", dict(speculative_algorithm="EAGLE")),
+    ],
+)
+def test_what_excludes_a_window_pool_is_refused(flag: str, given: dict[str, Any]) -> None:
     pool: Any = Windows("python").both
-    for flag, tier, mode in (
-        ("--enable-hierarchical-cache", True, "null"),
-        ("--disaggregation-mode decode", False, "decode"),
-    ):
-        args: Any = SimpleNamespace(enable_hierarchical_cache=tier, disaggregation_mode=mode)
-        with pytest.raises(CannotShare, match=f"{flag} .*; --disable-hybrid-swa"):
-            models.check_windows(pool, args)
-        models.check_windows(pool.full_kv_pool, args)
-    pool.page_size = 16
-    with pytest.raises(CannotShare, match="--page-size 16 .*--attention-backend triton"):
-        models.check_pool(pool)
+    plain = dict(
+        enable_hierarchical_cache=False, disaggregation_mode="null", speculative_algorithm=None
+    )
+    args: Any = SimpleNamespace(**plain | given)
+    with pytest.raises(CannotShare, match=flag):
+        models.check_windows(pool, args)
+    models.check_windows(pool.full_kv_pool, args)
+    models.check_windows(pool, SimpleNamespace(**plain))
