@@ -23,7 +23,8 @@ from sglang_reasoncache.cache.composition import (
     CompositionLock,
     marked,
 )
-from sglang_reasoncache.cache.continuations import Continuations, Continued, Part
+from sglang_reasoncache.cache.continuation import Continued, Part
+from sglang_reasoncache.cache.continuations import Continuations
 from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner

@@ -11,7 +11,7 @@
 - ``Req``, attribute :data:`CONTINUED`: which cached positions of a prompt are approximate (``cache/tree.py``).
 - ``Req.customized_info``: what a response says that asked for a record (``plugin/report.py``).
 - ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
-- ``Req.last_node`` and prefix matches: a ``Continued`` in place of a node id (``cache/continuations.py``).
+- ``Req.last_node`` and prefix matches: a ``Continued`` in place of a node id (``cache/continuation.py``).
 - ``Req.last_node``: a ``Restored`` in place of a node id (``cache/swap.py``).
 - ``ForwardBatch.rids``: a ``MarkedRids`` in place of a list; says whether a forward needs our kernels.
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.runtime_context import get_spec
 
-from sglang_reasoncache.cache.continuations import Continued, and_children
+from sglang_reasoncache.cache.continuation import Continued, and_children
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.sharing.meter import Measurement

@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
-from sglang_reasoncache.cache.continuations import Continued
+from sglang_reasoncache.cache.continuation import Continued
 from sglang_reasoncache.cache.swap import Restored
 from sglang_reasoncache.filter.process import FilterProcess
 from tests.property.adder import adder_of

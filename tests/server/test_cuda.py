@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests on a GPU, with twelve servers, each with FlashInfer or Triton; two have no CUDA graphs."""
+"""Tests on a GPU, with thirteen servers, each with FlashInfer or Triton; two have no CUDA graphs."""
 
 from dataclasses import replace
 from typing import Any
@@ -60,6 +60,14 @@ PAGES = [
     )
     for name, backend in (("flashinfer", FLASHINFER), ("triton", TRITON))
 ]
+#: Windows in a pool of their own, and sinks.
+PAGES.append(
+    replace(ON_CUDA, model="gpt_oss").having(
+        *("windows", FP16, PAGE16, GRAPHS, TRITON, *EAGER_CIRCLES),
+        "--moe-runner-backend triton",
+        SGLANG_SWA_EVICTION_INTERVAL="1",
+    )
+)
 #: ALIAS shares KV slots. COPIES copies KV into each request's own slots. The overlap schedule is off in both,
 #: because a copy would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")

@@ -9,8 +9,8 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_reasoncache.cache import continuations
-from sglang_reasoncache.cache.continuations import Continued
+from sglang_reasoncache.cache import continuation
+from sglang_reasoncache.cache.continuation import Continued
 from tests.property.world import Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
@@ -182,7 +182,7 @@ def test_a_turn_that_cannot_be_kept_changes_nothing(monkeypatch: pytest.MonkeyPa
     run(world, req)
     [node] = world.allocator.continuations._used
     with monkeypatch.context() as patch:
-        patch.setattr(continuations, "torch", SimpleNamespace(cat=fail))
+        patch.setattr(continuation, "torch", SimpleNamespace(cat=fail))
         world.finish(req)
     assert "no memory is left" in (world.controller.report.disabled or "")
     assert len(node.tokens) == len(node.slots) == len(node.known)

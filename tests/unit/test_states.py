@@ -14,7 +14,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_context, get_exec, get_server_args
 
-from sglang_reasoncache.cache.continuations import Continuations, Continued, Part
+from sglang_reasoncache.cache.continuation import Continued, Part
+from sglang_reasoncache.cache.continuations import Continuations
 from tests.property.adder import adder_of
 from tests.property.states import STATES, STRATEGIES, States
 from tests.property.world import ENDS, OUTPUT, PROMPT, Pair, Setup
