@@ -26,14 +26,13 @@ from tests.property.world import MAX_CONTEXT, MAX_ROWS, Setup
 from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
-    Setup(1, 3, 190, continues=True, swap=1 << 15),
     Setup(4, 3, 260, continues=True, when="short", swap=1 << 15),
     *(
         pytest.param(setup, marks=pytest.mark.long)
         for setup in (
             Setup(1, 3, 170, core="rust", continues=True, when="short"),
             Setup(1, 2, 220, core="rust", continues=True, swap=1 << 13),
-            Setup(1, 3, 190, continues=True),
+            Setup(1, 3, 190, continues=True, swap=1 << 15),
             Setup(4, 4, 280, core="rust", continues=True),
             Setup(2, 2, 240, core="rust", continues=True, when="short", swap=1 << 13),
         )
