@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _FLAG = "--enable-reasoncache"
 
-#: End of messages about window pools, whose slots SGLang frees as the window moves on.
+#: Ends of messages about window pools, whose slots SGLang frees as the window moves on.
 _BESIDE_WINDOWS = "beside layers with sliding windows in a pool of their own"
 _ONE_POOL = (
-    "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
-    "into one pool, which takes more memory a token"
+    f"{_BESIDE_WINDOWS}; --disable-hybrid-swa-memory puts all layers into one pool, which takes more memory a "
+    "token"
 )
 #: What our kernels require of a layer: a feature's name, its attribute in SGLang's layer, supported values.
 LAYER_ATTRIBUTES = (
@@ -61,7 +61,8 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 
 def check_windows(pool: Any, args: ServerArgs) -> None:
-    """Raises CannotShare for a flag that cannot be combined with windows in a pool of their own."""
+    """Raises CannotShare for a flag that cannot be combined with windows in a pool of their own. Speculation is
+    refused beside windows in the pool of the other layers, too (``plugin/refusals.py``)."""
     if type(pool) is not compat.SWAKVPool:
         return
     for name, given, end in (
@@ -90,7 +91,7 @@ def window_age(context: TreeCacheBuildContext) -> int:
         return 0
     interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
     # Two more tokens, for the step in flight and for the next step, and whole pages at both ends. No draft
-    # model reads further back.
+    # model, which might read further back, runs beside such a pool (:func:`check_windows`).
     pages = 2 * (context.params.page_size - 1)
     return context.params.sliding_window_size + interval + 2 + pages
 

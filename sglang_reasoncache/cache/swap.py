@@ -45,7 +45,8 @@ class Swapped:
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
             all is exact.
         state: SGLang's copy of the state after the last position. None if the model has no state layers.
-        window: SGLang's copy of the last ``in_window`` positions' KV in the window pool. None without it.
+        window: SGLang's copy of the last positions' KV in the window pool. None without such a pool.
+        in_window: Number of these positions. 0 without such a pool.
         num_bytes: Size of the copies.
         is_valid: Whether the KV may be used.
     """
@@ -68,8 +69,7 @@ class Swapped:
         self.window = window
         self.in_window = in_window
         self.is_valid = True
-        copies = (state, window, *(run.tensors for run in runs))
-        self.num_bytes = sum(map(_bytes_of, copies))
+        self.num_bytes = _bytes_of((state, window, [run.tensors for run in runs]))
 
 
 def swapped_of(req: Request | None) -> Swapped | None:
@@ -140,14 +140,14 @@ class HostSwap:
         window: torch.Tensor | None,
     ) -> Swapped | None:
         """Copy the KV of a request that is being retracted. None if positions were evicted, if some KV is not
-        computed, or if the copy would exceed the limit.
+        computed, if some of the last window was freed, or if the copy would exceed the limit.
 
         Args:
             first_shared: See :class:`Swapped`.
             state: The request's last state, in models with state layers. Its slot is free already, but only a
                 later forward rewrites it.
-            window: With a window pool the slots there of the last positions, int64 ``[n]``. They are free
-                already, too.
+            window: The slots in the window pool of the last positions, int64 ``[n]``. They are free already,
+                too. None without such a pool, or if some were freed before.
         """
         length = computed_length(req)
         length -= length % tree.page_size

@@ -143,21 +143,22 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     @property
     def _window_in_pages(self) -> int:
-        """Size of a window that ends with a page, in whole pages, in slots."""
+        """Number of slots in the whole pages of a window that ends with a page."""
         return -(-int(self.sliding_window_size) // self.page_size) * self.page_size
 
     @property
-    def needs_larger_window_pool(self) -> bool:
-        """Whether a request that comes back from the host might never be admitted, because SGLang would find
-        too little room in the window pool: for the window that comes back, and for one to decode, beside the
-        nodes that its cached prefix locks there: a window, and the rest of the node where the window begins."""
+    def least_window_pool(self) -> int:
+        """The fewest slots of the window pool with which SGLang admits a request that comes back from the host,
+        however little else is there: for the window that comes back, and for one to decode, beside the nodes
+        that its cached prefix locks there, a window and the rest of the node where it begins. 0 without such a
+        pool."""
         if not self.is_swa_enabled:
-            return False
+            return 0
         in_pages = self._window_in_pages
         interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
         needed = self.sliding_window_size + self.page_size + in_pages
         locked = self.sliding_window_size + max(in_pages, interval + self.page_size)
-        return bool(self.token_to_kv_pool_allocator.size_swa <= needed + locked)
+        return int(needed + locked + 1)
 
     def _freed_of_window(self, req: Request) -> int:
         """The position up to which ``req`` has lost its slots in the window pool."""
@@ -422,7 +423,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, NOTHING_SHARED)
 
     def claim_kv_row(self, req: Request) -> bool:
-        """SGLang asks before it frees the row of ``req``."""
+        """SGLang asks whether a session keeps the row of ``req``, before it frees it. Only now do slots still
+        have their peers in the window pool."""
         self._window = None
         if self.token_to_kv_pool_allocator.swap is not None and not req.finished():
             with self.owner.contained_alone():
@@ -457,7 +459,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def _window_to_swap(self, req: Request) -> torch.Tensor | None:
         """The slots in the window pool with which a request that is being retracted can go on, int64 ``[n]``,
-        in models with such a pool. None if the window has passed some of them."""
+        in models with such a pool. None without one, or if some of the last window was freed."""
         if not self.is_swa_enabled:
             return None
         length = computed_length(req)

@@ -17,7 +17,7 @@
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.
 - ``GetInternalStateReq.rid``: the HTTP path that says what is asked of a scheduler (``plugin/hooks.py``).
 - ``Req.lock``: a ``CompositionLock`` with a lock for each path of a composition (``cache/composition.py``);
-  a ``ContinuedLock`` with the continuations that the request reads (``cache/continuations.py``).
+  a ``ContinuedLock`` with the continuations that the request reads (``cache/tree.py``).
 - The wrapper of a hybrid model's backends: the method ``can_run_prefill_cuda_graph`` of our backend
   (``plugin/hooks.py``).
 - ``TokenizerManager``, attribute :data:`COMPOSES`: whether schedulers compose prompts

@@ -177,8 +177,11 @@ class ServerParts:
             "a draft model's KV was not found": refusals.has_draft_model(args)
             and not self._draft_pools
         }
+        least = tree.least_window_pool
         small = {
-            "the window pool holds fewer than some four windows": tree.needs_larger_window_pool
+            f"SGLang might not admit a request again with a window pool of less than {least} slots": (
+                tree.is_swa_enabled and self.allocator.size_swa < least
+            )
         }
         reason = (
             _has_host_tier(tree)

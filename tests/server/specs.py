@@ -285,7 +285,7 @@ def short(model: str) -> ServerSpec:
     return _of(model, "short", *pool, **retracting(150))
 
 
-#: Both pools have pages, as SGLang's choice for gpt-oss on Blackwell.
+#: Both pools have pages, as with the backend that SGLang chooses for gpt-oss on Blackwell.
 WINDOW_PAGES = at_once("gpt_oss").having("page16", PAGE16).for_long_runs()
 WINDOW_PAGES_SHORT = (
     short("mellum").having("page16", PAGE16, "--max-total-tokens 1024").for_long_runs()

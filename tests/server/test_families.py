@@ -114,8 +114,8 @@ def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.
         ids = loop.tokenizer(text)["input_ids"]
         assert loop.compare(ids, found).off.max() < ROUNDING
     # With pages, a state comes back only if SGLang copies states where pages end.
-    has_states = spec.model not in specs.STATELESS and spec != specs.STATES_PAGES_SHORT
-    if has_states or spec.model in specs.WINDOW_POOL:
+    states_return = spec.model not in specs.STATELESS and spec != specs.STATES_PAGES_SHORT
+    if states_return or spec.model in specs.WINDOW_POOL:
         comes_back(server, [text for _, text in todo], [body["text"] for body in bodies])
     assert_whole(server, log)
 
