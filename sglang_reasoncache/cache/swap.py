@@ -186,9 +186,9 @@ class HostSwap:
             runs,
             cached_at,
             first_shared,
-            kept_state,
-            kept_window,
-            0 if window is None else len(window),
+            state=kept_state,
+            window=kept_window,
+            in_window=0 if window is None else len(window),
         )
         self._there.add(swapped)
         return swapped

@@ -21,18 +21,18 @@ from tests.property.test_groups import PICK, RandomMeter
 from tests.property.test_memory import explore
 from tests.property.test_scheduling import SchedulingMachine, counted, machine_of
 from tests.property.test_states import name_of
-from tests.property.windows import WINDOW, WindowWorld, kept
+from tests.property.windows import WINDOW, WindowWorld
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Setup
 from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
+    Setup(1, 3, 190, continues=True, swap=1 << 15),
     Setup(4, 3, 260, continues=True, swap=1 << 15),
     *(
         pytest.param(setup, marks=pytest.mark.long)
         for setup in (
             Setup(1, 3, 170, core="rust", continues=True, when="short"),
             Setup(1, 2, 220, core="rust", continues=True, swap=1 << 13),
-            Setup(1, 3, 190, continues=True, swap=1 << 15),
             Setup(4, 4, 280, core="rust", continues=True),
             Setup(2, 2, 240, core="rust", continues=True, when="short", swap=1 << 13),
         )
@@ -67,7 +67,7 @@ class WindowMachine(SchedulingMachine):
         sizes = {id(node): len(node) for node in self.world.allocator.continuations}
         super()._finish(reqs)
         for node in self.world.allocator.continuations:
-            assert node.ending is None or len(node.ending) == kept(self.world.page)
+            assert node.ending is None or len(node.ending) == self.world.in_pages(WINDOW)
             type(self).extended += len(node) > sizes.get(id(node), len(node))
 
     @precondition(lambda self: self.said and len(self.running) < MAX_ROWS)
@@ -123,7 +123,7 @@ class WindowMachine(SchedulingMachine):
         for lock, req in ((req.lock, req) for req in self.holding() if req.lock in needed):
             assert req.kv.get_evicted_seqlen(ComponentType.SWA) <= lock.parts[-1].end
         pinned = {id(lock.parts[-1].node) for lock in needed}
-        assert there.protected_endings == kept(world.page) * len(pinned)
+        assert there.protected_endings == world.in_pages(WINDOW) * len(pinned)
         assert all(node.needs_ending for node in there)
         books = tree.swa_evictable_size() + tree.swa_protected_size() + pool.swa_available_size()
         assert books + world.of_requests(self.holding()) == world.total, "a window slot is lost"

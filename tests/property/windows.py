@@ -22,11 +22,6 @@ WINDOW = 8
 RELEASES = compat.version("sglang") != "0.5.22"
 
 
-def kept(page: int) -> int:
-    """Size of the last window of a prefix, in whole pages, in slots."""
-    return -(-WINDOW // page) * page
-
-
 class WindowWorld(World):
     """A ``World`` with one more layer, which has a window and its own pool. ``peers``: slots in that pool."""
 
@@ -46,6 +41,10 @@ class WindowWorld(World):
         params.tree_components = (ComponentType.FULL, ComponentType.SWA)
         params.sliding_window_size = WINDOW
 
+    def in_pages(self, tokens: int) -> int:
+        """Number of slots of the whole pages that hold ``tokens``."""
+        return -(-tokens // self.page) * self.page
+
     def peers(self, slots: Any) -> torch.Tensor:
         return self.allocator.full_to_swa_index_mapping[torch.as_tensor(slots).long()]
 
@@ -53,7 +52,9 @@ class WindowWorld(World):
         self.allocator.free_group_begin()
         for req in reqs:
             self.tree.evict_sliding_windows(req, req.seqlen - 1)
-            has_passed = req.kv.kv_allocated_len - kept(self.page) >= req.kv.cache_protected_len
+            has_passed = (
+                req.kv.kv_allocated_len - self.in_pages(WINDOW) >= req.kv.cache_protected_len
+            )
             if RELEASES and has_passed:
                 self.tree.release_swa_prefix_lock(req)
         self.allocator.free_group_end()
@@ -81,7 +82,7 @@ class WindowWorld(World):
         for req in reqs:
             freed = req.kv.get_evicted_seqlen(ComponentType.SWA)
             alone = req.kv.kv_allocated_len - max(freed, req.kv.cache_protected_len)
-            found += -(-alone // self.page) * self.page
+            found += self.in_pages(alone)
         return found
 
     def free_pages(self) -> np.ndarray:

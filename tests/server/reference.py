@@ -175,9 +175,8 @@ class Loop:
         for row, end in zip(self._rows, ends, strict=True):
             queries = slice(row.first, end)
             shift = torch.arange(count) - row.slots
-            keys = self._rotated(key[0].transpose(0, 1)[row.slots], shift, windowed).transpose(
-                0, 1
-            )[None]
+            keys = self._rotated(key[0].transpose(0, 1)[row.slots], shift, windowed)
+            keys = keys.transpose(0, 1)[None]
             values = value[:, :, row.slots]
             visible = read.triu(1 - (sliding_window or count))[queries] & row.held
             mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)[None, None]

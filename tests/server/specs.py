@@ -233,8 +233,9 @@ STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
 
 
 def _beside(model: str) -> dict[str, str]:
-    states = () if model in STATELESS else ("state_layers",)
-    return _plugins(*states, *(("sinks",) if model == "gpt_oss" else ()))
+    if model == "gpt_oss":
+        return _plugins("sinks")
+    return _plugins(*(() if model in STATELESS else ("state_layers",)))
 
 
 def _importing(*modules: str) -> dict[str, str]:
@@ -289,6 +290,19 @@ def short(model: str) -> ServerSpec:
 WINDOW_PAGES = at_once("gpt_oss").having("page16", PAGE16).for_long_runs()
 WINDOW_PAGES_SHORT = (
     short("mellum").having("page16", PAGE16, "--max-total-tokens 1024").for_long_runs()
+)
+
+
+def _overlapped(spec: ServerSpec) -> ServerSpec:
+    """The spec with the overlap schedule, SGLang's default."""
+    return replace(spec, flags=tuple(word for word in spec.flags if "overlap" not in word))
+
+
+#: As by default: with the overlap schedule, and windows lose their slots many tokens at a time.
+WINDOWS_OVERLAPPED = (
+    _overlapped(short("gpt_oss"))
+    .having("overlap", SGLANG_SWA_EVICTION_INTERVAL="128")
+    .for_long_runs()
 )
 
 
@@ -440,14 +454,10 @@ STATES_COPIED = STATES_MTP.having(
     "copied", "--mamba-radix-cache-strategy extra_buffer --mamba-track-interval 64"
 ).for_long_runs()
 #: With the overlap schedule, with which SGLang copies states while a later step runs.
-_OVERLAPS = at_once("qwen3_5_text")
-_OVERLAPS = replace(
-    _OVERLAPS, flags=tuple(word for word in _OVERLAPS.flags if "overlap" not in word)
-)
 STATES_OVERLAPPED = [
-    _OVERLAPS.having(
-        name, f"--mamba-radix-cache-strategy {name} --mamba-track-interval 64"
-    ).for_long_runs()
+    _overlapped(at_once("qwen3_5_text"))
+    .having(name, f"--mamba-radix-cache-strategy {name} --mamba-track-interval 64")
+    .for_long_runs()
     for name in ("extra_buffer", "extra_buffer_lazy")
 ]
 #: As most public recipes for Qwen3.5 do: pages, and no prefix cache.

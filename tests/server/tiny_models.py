@@ -62,7 +62,8 @@ _OUTPUTS = tuple(
 _NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 _LESS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "granitemoehybrid", "kimi_linear"), 0.06),
-    **dict.fromkeys(("falcon_h1", "gpt_oss"), 0.05),
+    "falcon_h1": 0.03,
+    "gpt_oss": 0.05,
 }
 _LESS_OF_OTHERS = 0.12
 _LESS_OF_GEMMA = 0.6

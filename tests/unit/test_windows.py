@@ -14,7 +14,9 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import models
 from sglang_reasoncache.cache.swap import swapped_of
+from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
 from sglang_reasoncache.errors import CannotShare
+from sglang_reasoncache.plugin.server import ServerParts
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.adder import adder_of
 from tests.property.windows import WINDOW, WindowWorld
@@ -59,7 +61,7 @@ class Windows(WindowWorld):
         window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()
         for req in live:
             row = self.row(req).copy()
-            full += -(-(len(row) - req.kv.cache_protected_len) // self.page) * self.page
+            full += self.in_pages(len(row) - req.kv.cache_protected_len)
             assert self.window(row) == TEXT[max(len(row) - WINDOW, 0) : len(row)]
         window += self.of_requests(live)
         assert (full - self.controller.pipeline.saved, window) == (SLOTS, SLOTS)
@@ -67,7 +69,7 @@ class Windows(WindowWorld):
 
 @pytest.mark.parametrize("page", [1, 2])
 @pytest.mark.parametrize("core", ["python", "rust"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str, page: int) -> None:
     """Requests reuse cached prefixes, share, are retracted and end. The tree evicts windows and
     prefixes, and requests publish them again."""
@@ -165,10 +167,25 @@ def test_a_copy_is_made_however_soon_after_the_prompt(page: int) -> None:
         assert swapped is not None and swapped.length == written // page * page
 
 
-def test_the_least_window_pool_that_takes_copies() -> None:
-    """In smaller ones SGLang might admit no request that comes back."""
+def test_a_small_window_pool_takes_no_copies(caplog: pytest.LogCaptureFixture) -> None:
+    """In a smaller pool SGLang might never admit a request that comes back. The log says so."""
+    world = Windows("python")
+    least = world.tree.least_window_pool
     interval = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
-    assert Windows("python").tree.least_window_pool == 3 * WINDOW + 1 + interval + 1 + 1
+    assert least == 3 * WINDOW + 1 + interval + 1 + 1
+    parts: Any = SimpleNamespace(
+        allocator=world.allocator,
+        _draft_pools=[],
+        _cached=world.cached_at,
+        _reads_as_cached=lambda _: None,
+    )
+    args: Any = SimpleNamespace(speculative_algorithm=None, disaggregation_mode="null")
+    resolved = ResolvedConfig(ReasonCacheConfig(host_swap_gb=1), page=1)
+    for size in (least, least - 1):
+        world.allocator._size_swa = size
+        swap = ServerParts._swap(parts, world.tree, resolved, args)
+        assert (swap is None) == (size < least)
+    assert "host_swap_gb has no effect" in caplog.text and f"less than {least} slots" in caplog.text
 
 
 def fail(*_: Any, **__: Any) -> None:
