@@ -66,7 +66,6 @@ def check_windows(pool: Any, args: ServerArgs) -> None:
     if type(pool) is not compat.SWAKVPool:
         return
     for name, given, end in (
-        ("--enable-hierarchical-cache", args.enable_hierarchical_cache, _ONE_POOL),
         ("--disaggregation-mode decode", args.disaggregation_mode == "decode", _ONE_POOL),
         ("--speculative-algorithm", args.speculative_algorithm is not None, _BESIDE_WINDOWS),
     ):

@@ -18,10 +18,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.pool_host import base, common, mha
 from sglang.srt.runtime_context import get_context, get_server_args
 
-from sglang_reasoncache.cache.continuations import Continued
+from sglang_reasoncache.cache import continuations
+from sglang_reasoncache.cache.continuation import Continued
 from sglang_reasoncache.filter.process import FilterProcess
+from tests.property.test_groups import RandomMeter
 from tests.property.test_memory import explore
 from tests.property.test_scheduling import SchedulingMachine, counted, machine_of
+from tests.property.test_windows import WindowMachine
+from tests.property.windows import WindowWorld
 from tests.property.world import Setup, World
 from tests.server.faulty.waiting_reasoncache import wait_for
 from tests.server.host_tier.host_tier_reasoncache import copy
@@ -49,6 +53,14 @@ class TieredWorld(World):
         self.tree.load_back_threshold = 2
 
     def set_components(self, params: CacheInitParams) -> None:
+        self._params = params
+
+
+class TieredWindowWorld(TieredWorld, WindowWorld):
+    """A world with a window pool, too, whose host pool is as large."""
+
+    def set_components(self, params: CacheInitParams) -> None:
+        WindowWorld.set_components(self, params)
         self._params = params
 
 
@@ -93,6 +105,13 @@ class TierMachine(SchedulingMachine):
         self.world.tree.release_host_resources()
 
 
+class TieredWindowMachine(TierMachine, WindowMachine):
+    """A scheduler with both. A prefix that was loaded begins with the window that it had."""
+
+    def _make_world(self, setup: Setup, **named: Any) -> WindowWorld:
+        return TieredWindowWorld(setup, RandomMeter, **named)
+
+
 @pytest.fixture
 def host_tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """SGLang's settings of a host tier, copied without a GPU."""
@@ -128,4 +147,31 @@ def test_what_shared_stays_in_the_pool(
         explore(machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
     record_property("operations", machine.operations)
     print(setup, counted(machine, "continued", "loaded", "dropped"))
+    assert all_seen()
+
+
+@pytest.mark.long
+@pytest.mark.property
+@pytest.mark.parametrize("host_tier", ["write_through", "write_back"], indirect=True)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(page=1, block=3, slots=190, core="rust", continues=True),
+        Setup(page=4, block=3, slots=260, core="rust", continues=True, when="short"),
+    ],
+    ids=str,
+)
+def test_windows_come_back_with_their_prefixes(
+    setup: Setup, host_tier: None, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    monkeypatch.setattr(FilterProcess, "ready", wait_for)
+    monkeypatch.setattr(continuations, "LEAST_TOKENS", 3)
+    with machine_of(TieredWindowMachine, setup) as machine:
+
+        def all_seen() -> bool:
+            return min(machine.revived, machine.loaded, machine.taken) > 0
+
+        explore(machine, QUICK_OPERATIONS // 3, 4, rate=1, seen=all_seen)
+    record_property("operations", machine.operations)
+    print(setup, counted(machine, "continued", "loaded", "dropped", "revived", "taken"))
     assert all_seen()

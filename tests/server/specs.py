@@ -339,17 +339,16 @@ HOST_TIER = SHARED.having(
         **_plugins("host_tier"),
     },
 )
-#: Cannot share: its windows have a pool of their own, beside a host tier.
-UNSHARED = short("mellum").having(
+#: Cannot share: the platform has a KV pool of its own.
+UNSHARED = SHARED.having(
     "unshared",
-    "--enable-metrics",
-    *HOST_TIER.flags[HOST_TIER.flags.index("--enable-hierarchical-cache") :],
-    **_plugins("host_tier"),
+    "--attention-backend torch_native --dtype float32 --enable-metrics",
+    *("--max-total-tokens 1200 --max-running-requests 12 --chunked-prefill-size 64", CROWDED),
+    **{**_plugins("own_pool"), **retracting(150)},
 )
 #: WRITE_BACK copies prefixes to the host only when the pool evicts them. ON_DISK also writes prefixes to files.
-WRITE_BACK = HOST_TIER.having(
-    "write-back", CROWDED, "--hicache-write-policy write_back"
-).for_long_runs()
+_WRITES_BACK = "write-back", CROWDED, "--hicache-write-policy write_back"
+WRITE_BACK = HOST_TIER.having(*_WRITES_BACK).for_long_runs()
 ON_DISK = HOST_TIER.having(
     "disk",
     CROWDED,
@@ -361,7 +360,14 @@ QUEST_HOST_TIER = HOST_TIER.having(
     *("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY), "--disable-overlap-schedule"
 ).for_long_runs()
 _LATENT = _of("deepseek_v3", "write-back", *WRITE_BACK.flags, **dict(WRITE_BACK.env))
-HOST_TIERS = (HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs())
+#: Windows come back from the host, too.
+_TIERED_WINDOWS = _of("gpt_oss", "tier", *HOST_TIER.flags).having(
+    "", **{WAITS: "1", **_plugins("host_tier", "sinks")}
+)
+HOST_TIERS = (
+    *(HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs()),
+    *(_TIERED_WINDOWS.for_long_runs(), _TIERED_WINDOWS.having(*_WRITES_BACK).for_long_runs()),
+)
 
 #: A PD pair: a prefill server of stock SGLang, and a decode server that shares as CORRECTED does. They hand the
 #: KV of prompts over in files. SGLang's prefill server uses a CUDA event with the overlap schedule.

@@ -43,18 +43,26 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
     assert follow_up(server, whole, opts_out=False, most=17)["cached"] == len(whole) - 1
     _evict_all(server, on_disk)
     came = follow_up(server, whole, opts_out=False, most=17)
-    assert came["cached"] == min(dst for _, dst, *_ in first[-1]["blocks"])
+    exact = min(dst for _, dst, *_ in first[-1]["blocks"])
+    if spec.model in specs.WINDOW_POOL:
+        # The last window of the exact part was given up when the response had passed it.
+        exact = first[-1]["prompt_tokens"]
+    assert came["cached"] == exact
     # The first tokens are those of other prompts.
     assert came["cached_from"]["storage" if on_disk else "host"] >= came["cached"] - 8
     _evict_all(server, on_disk)
     again = [respond(server, [text], 601, **TO_THE_END)[0] for text in reversed(todo)]
+    lost = []
     for one, other in zip(first, reversed(again), strict=True):
         came = other["cached_from"]
-        assert came.get("storage" if on_disk else "host", 0) >= one["prompt_tokens"] - 8, came
+        if came.get("storage" if on_disk else "host", 0) < one["prompt_tokens"] - 8:
+            lost.append(came)
         assert one["blocks"] == other["blocks"] and one["blocks"]
         assert one["tokens"] == other["tokens"]
         off = torch.tensor(one["logprobs"]) - torch.tensor(other["logprobs"])
         assert float(off.abs().max()) < 1e-3
+    # Where windows have a pool of their own, stock SGLang computes one of these prompts again, too.
+    assert len(lost) <= (spec.model in specs.WINDOW_POOL), lost
     if spec.long:
         respond(server, prompts(16, seed=23), 601)
         assert "#retracted_reqs" in server.log_text(log)

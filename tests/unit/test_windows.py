@@ -196,10 +196,6 @@ def fail(*_: Any, **__: Any) -> None:
     ("flag", "given"),
     [
         (
-            "--enable-hierarchical-cache .*; --disable-hybrid-swa",
-            dict(enable_hierarchical_cache=True),
-        ),
-        (
             "--disaggregation-mode decode .*; --disable-hybrid-swa",
             dict(disaggregation_mode="decode"),
         ),
@@ -208,9 +204,7 @@ def fail(*_: Any, **__: Any) -> None:
 )
 def test_what_excludes_a_window_pool_is_refused(flag: str, given: dict[str, Any]) -> None:
     pool: Any = Windows("python").both
-    plain = dict(
-        enable_hierarchical_cache=False, disaggregation_mode="null", speculative_algorithm=None
-    )
+    plain = dict(disaggregation_mode="null", speculative_algorithm=None)
     args: Any = SimpleNamespace(**plain | given)
     with pytest.raises(CannotShare, match=flag):
         models.check_windows(pool, args)
