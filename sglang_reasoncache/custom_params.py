@@ -3,10 +3,13 @@
 are documents. A document is prefilled once for all prompts with equal text before the first document."""
 
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+from sglang_reasoncache.compat.carriers import ASKED
 from sglang_reasoncache.compat.types import Request
 
 #: The key by which a request opts out of everything that the plugin does, or asks for a record of it.
@@ -23,6 +26,26 @@ REPAIR_KEY = "documents_repair"
 MOST = 256
 #: Limit on (tokens before the documents) x (number of documents). Every match includes those tokens.
 _MOST_BEFORE = 1 << 19
+
+
+class _Brief(reprlib.Repr):
+    """Describes what a client sent. ``repr`` would take seconds for millions of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxlist = 4
+        self.maxstring = 60
+
+    def repr_dict(self, _value: dict[Any, Any], _level: int) -> str:
+        return "{...}"  # the base class sorts all keys
+
+
+_BRIEF = _Brief()
+
+
+def _brief(value: object) -> str:
+    return f"{_BRIEF.repr(value):.80}"
 
 
 @dataclass(frozen=True)
@@ -88,18 +111,18 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     if spans is None:
         return None
     if not isinstance(spans, Sequence) or isinstance(spans, str) or not 1 <= len(spans) <= MOST:
-        got = f"{len(spans)} entries" if isinstance(spans, list) else f"{spans!r:.80}"
+        got = f"{len(spans)} entries" if isinstance(spans, list) else f"{_brief(spans)}"
         raise ValueError(f"custom_params: {KEY} must be a list of 1 to {MOST} spans, got {got}")
     ends = list[int]()
     for number, span in enumerate(spans):
         wrong = f"custom_params: {KEY}[{number}] must"
         if not isinstance(span, Sequence) or [type(bound) for bound in span[:3]] != [int, int]:
-            raise ValueError(f"{wrong} be [start, end] in tokens of the prompt, got {span!r:.80}")
+            raise ValueError(f"{wrong} be [start, end] in tokens of the prompt, got {_brief(span)}")
         start, end = span
         if ends and start != ends[-1]:
             raise ValueError(f"{wrong} begin where the one before it ends, {ends[-1]}, got {start}")
         if not 0 <= start < end:
-            raise ValueError(f"{wrong} hold a token, 0 <= start < end, got {span!r:.80}")
+            raise ValueError(f"{wrong} hold a token, 0 <= start < end, got {_brief(span)}")
         if length is not None and end >= length:
             raise ValueError(f"{wrong} end before the last of {length} tokens, got {end}")
         ends.append(end)
@@ -107,7 +130,7 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     try:
         return Documents(spans[0][0], tuple(ends), repair_of(repair))
     except ValueError as error:
-        told = f"custom_params: {REPAIR_KEY} must be {error}, got {repair!r:.80}"
+        told = f"custom_params: {REPAIR_KEY} must be {error}, got {_brief(repair)}"
         raise ValueError(told) from error
 
 
@@ -148,7 +171,7 @@ def asked_of(custom_params: object) -> Asked:
         return Asked(share=value is None or _is_true(OPT_OUT_KEY, value))
     known = Asked.__dataclass_fields__
     if unknown := value.keys() - known.keys():
-        told = f"{OPT_OUT_KEY} has the keys {', '.join(known)}, got {list(unknown)!r:.80}"
+        told = f"{OPT_OUT_KEY} has the keys {', '.join(known)}, got {_brief(list(unknown))}"
         raise ValueError(f"custom_params: {told}")
     return Asked(**{key: _is_true(f"{OPT_OUT_KEY}.{key}", each) for key, each in value.items()})
 
@@ -158,17 +181,23 @@ def _is_true(name: str, value: object) -> bool:
     if isinstance(value, int) and value in (0, 1):
         found = bool(value)
     if found is None:
-        raise ValueError(f"custom_params: {name} must be true or false, got {value!r:.80}")
+        raise ValueError(f"custom_params: {name} must be true or false, got {_brief(value)}")
     return found
 
 
 def asked_by(req: Request) -> Asked:
     """What a request asks. A request with a wrong value opts out: some frontend processes let wrong values
-    through (see ``_after_verify`` in ``plugin/hooks.py``)."""
+    through (see ``_after_verify`` in ``plugin/hooks.py``). The answer is kept, because SGLang looks waiting
+    requests up often."""
+    known: Asked | None = getattr(req, ASKED, None)
+    if known is not None:
+        return known
     try:
-        return asked_of(getattr(req.sampling_params, "custom_params", None))
+        found = asked_of(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError from the repr of a deeply nested value
-        return Asked(share=False)
+        found = Asked(share=False)
+    setattr(req, ASKED, found)
+    return found
 
 
 def takes_part(req: Request) -> bool:
@@ -178,4 +207,10 @@ def takes_part(req: Request) -> bool:
         and req.beam_group is None
         and req.multimodal_inputs is None
         and req.input_embeds is None
+        and getattr(req, "positional_embed_overrides", None) is None
     )
+
+
+def only_scores(req: Request) -> bool:
+    """Whether a request asks for scores or embeddings of its prompt, not for output."""
+    return bool(req.sampling_params.max_new_tokens == 0)

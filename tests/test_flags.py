@@ -146,6 +146,19 @@ def test_incompatible_flags_are_named() -> None:
             refusals.check(args)
 
 
+def test_variables_and_settings_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _server_args(enable_deterministic_inference=True)
+    refusals.check_deterministic(_config(), args)
+    as_cached = _config("--reasoncache-positions", "as-cached")
+    refusals.check_deterministic(as_cached, _server_args())
+    told = "--reasoncache-positions as-cached cannot be combined with: --enable-deterministic-inf"
+    with pytest.raises(ValueError, match=told):
+        refusals.check_deterministic(as_cached, args)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(ValueError, match="--enable-reasoncache .* SGLANG_RUST_SERVER"):
+        refusals.check(_server_args())
+
+
 def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NGRAM", "standalone", "EAGLE", "EAGLE3", "NEXTN"):
         refusals.check(_server_args(speculative_algorithm=name, speculative_eagle_topk=1))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class Continuation:
         known: For each position the slot if several positions may name it, else 0. int64 ``[n]`` in host
             memory.
         exact: Number of leading positions whose KV is exact and read where it was computed.
-        head: The first token.
+        head: The tokens of the first page, as bytes. No prompt with other tokens there can read any of it.
         owned: Number of slots of the pages that only this continuation names.
         lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``references.py``) to them.
         borrowed: How many references it has to borrowed pages.
@@ -76,9 +77,9 @@ class Continuation:
         self.slots = slots
         self.known = known
         self.exact = exact
-        self.head = int(tokens[0])
+        self.head = tokens[:page].tobytes()
         self.pins = 0
-        self.children = Branches()
+        self.children = Branches(page)
         self.ending = ending
         self.needs_ending = ending is not None
         self.readers = 0
@@ -172,11 +173,12 @@ class Continuation:
 
 
 class Branches:
-    """The continuations of one continuation, or of all paths in a namespace."""
+    """The continuations of one continuation, or of all paths in a namespace. ``page``: tokens per page."""
 
-    def __init__(self) -> None:
-        # Start -> first token -> digest -> continuations.
-        self._by_start: dict[int, dict[int, dict[bytes, list[Continuation]]]] = {}
+    def __init__(self, page: int) -> None:
+        self._page = page
+        # Start -> tokens of the first page -> digest -> continuations.
+        self._by_start: dict[int, dict[bytes, dict[bytes, list[Continuation]]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_start)
@@ -204,19 +206,22 @@ class Branches:
             del self._by_start[node.start]
 
     def alike(self, node: Continuation) -> Sequence[Continuation]:
-        """The continuations that begin where ``node`` does, with the same token."""
+        """The continuations that begin where ``node`` does, with the same page."""
         by_head = self._by_start.get(node.start, {})
         return by_head.get(node.head, {}).get(node.digest, ())
 
     def beginning(
         self, tokens: np.ndarray, most: int
     ) -> Iterator[tuple[int, Mapping[bytes, Sequence[Continuation]]]]:
-        """Each start up to ``most``, ascending, with the continuations that have a prompt's token there, by
-        digest. ``tokens``: of the whole prompt."""
-        for start in sorted(each for each in self._by_start if each <= most and each < len(tokens)):
-            by_digest = self._by_start[start].get(int(tokens[start]))
-            if by_digest is not None:
-                yield start, by_digest
+        """Each start up to ``most``, ascending, with the continuations that have a prompt's page there, by
+        digest. ``tokens``: of the whole prompt, int64 ``[n]``."""
+        found = [
+            (start, by_digest)
+            for start, by_head in self._by_start.items()
+            if start <= most
+            and (by_digest := by_head.get(tokens[start : start + self._page].tobytes()))
+        ]
+        yield from sorted(found, key=operator.itemgetter(0))
 
 
 class Part(NamedTuple):

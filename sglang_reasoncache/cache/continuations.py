@@ -34,7 +34,7 @@ from sglang_reasoncache.cache.lent_pages import Holder, LentPages
 
 #: At least one token in so many of a continuation is evicted at once.
 _LEAST_EVICTED = 8
-#: The fewest tokens of a continuation, and the most continuations that begin at one place with one token. A
+#: The fewest tokens of a continuation, and the most continuations that begin at one place with one page. A
 #: hostile client must not make look-ups slow.
 LEAST_TOKENS = 16
 MOST_ALIKE = 16
@@ -242,7 +242,7 @@ class Continuations:
         if node.parent is not None:
             return node.parent.children
         assert node.path is not None
-        return self._roots.get(node.path.namespace) or Branches()
+        return self._roots.get(node.path.namespace) or Branches(self._page)
 
     def pin(self, parts: Sequence[Part]) -> bool:
         """Keep ``parts`` from being evicted, and their ending, for a request that reads them. Returns whether

@@ -23,7 +23,7 @@ import torch
 
 from sglang_reasoncache.cache.composition import NO_POSITIONS, CachedDocuments, Composition, marked
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
-from sglang_reasoncache.custom_params import Repair
+from sglang_reasoncache.custom_params import Repair, only_scores
 from sglang_reasoncache.device.ranks import RankFailed, Ranks
 from sglang_reasoncache.device.upload import upload
 
@@ -57,7 +57,7 @@ class RepairedRow:
     """A request's row up to the end of its composed documents.
 
     Args:
-        slots: The entries, int64 ``[length]`` on the device.
+        slots: The entries, int32 or int64 ``[length]`` on the device.
         start: The first position where SGLang puts a recomputed token's slot.
     """
 
@@ -71,13 +71,14 @@ class RepairedRow:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new entries of ``row``, int32 ``[width]``, and the ``n`` slots that SGLang put there from
         ``start`` on. The new entries at ``positions``, int64 ``[n]``, are these slots. Writes nothing."""
-        own = row[start : start + len(positions)].to(torch.int64)
-        slots = self._slots.clone()
+        own = row[start : start + len(positions)].clone()
+        slots = self._slots.to(row.dtype, copy=True)
         slots[upload(positions, row.device)] = own
         return slots, own
 
     def place(self, row: torch.Tensor, slots: torch.Tensor, own: torch.Tensor) -> None:
-        """Write ``slots`` to the start of ``row``, and remember ``own``. :meth:`placed` returned both."""
+        """Write ``slots`` to the start of ``row``, and remember ``own``. :meth:`placed` returned both, and
+        allocated all that is needed."""
         row[: len(slots)] = slots
         self._slots = slots
         self._own.append(own)
@@ -122,7 +123,7 @@ class Repairs:
         documents = prefix.documents
         end = prefix.length
         repair = prefix.documents.repair
-        if self._failed or not (repair.first or (repair.share and not _only_scores(req))):
+        if self._failed or not (repair.first or (repair.share and not only_scores(req))):
             return NO_POSITIONS
         marks = _marks_of(req)
         # The choice is kept, because SGLang matches waiting requests often.
@@ -181,8 +182,9 @@ class Repairs:
                 prepared[number, req.rid] = Repaired(number, token, count, *what)
             token += count
         ranks.agree()
-        for place in work:
-            place()
+        with ranks.agreed():
+            for place in work:
+                place()
         self._prepared = prepared
         self._failed = False
 
@@ -228,7 +230,7 @@ class Repairs:
 
     def _scores_of(self, req: Request, prefix: Composition, device: Any) -> torch.Tensor | None:
         """The scores of a request so far, fp32 ``[length]``. None if the request is not scored."""
-        if not prefix.documents.repair.share or not _only_scores(req):
+        if not prefix.documents.repair.share or not only_scores(req):
             return None
         marks = _marks_of(req)
         if req.prefix_len == prefix.length or marks.scores is None:
@@ -251,7 +253,7 @@ class Repairs:
 
 def missed(req: Request, prefix: Composition) -> bool:
     """Whether ``req`` asked for a repair, but ``prefix`` gets none. False for a scoring request."""
-    asked = prefix.documents.repair != Repair() and not _only_scores(req)
+    asked = prefix.documents.repair != Repair() and not only_scores(req)
     return asked and not len(prefix.again)
 
 
@@ -260,10 +262,6 @@ def _marks_of(req: Request) -> CachedDocuments:
     marks = marked(req)
     assert marks is not None, "only a request that marks documents has a composed prefix"
     return marks
-
-
-def _only_scores(req: Request) -> bool:
-    return bool(req.sampling_params.max_new_tokens == 0)
 
 
 def _key(req: Request, prefix: Composition, marks: CachedDocuments) -> Any:

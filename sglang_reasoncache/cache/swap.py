@@ -113,7 +113,7 @@ class HostSwap:
         #: Whether nothing is copied, because SGLang pauses.
         self.rests = False
         self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
-        # Bytes of one slot's copy, once a copy was made.
+        # The most bytes that the copy of a slot takes, once a copy was made.
         self._slot_bytes: int | None = None
 
     @property
@@ -166,6 +166,8 @@ class HostSwap:
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
         if self._slot_bytes is None:
             self._slot_bytes = _bytes_of(self._copies(allocator, slots[:1]))
+            # Pinned copies take up to twice as much (:func:`_bytes_of`).
+            self._slot_bytes *= 2 if slots.is_cuda else 1
         kept_state = (
             None if state is None else tree.req_to_token_pool.mamba_pool.get_cpu_copy(state.slot)
         )
@@ -200,40 +202,47 @@ class HostSwap:
     def _pools(self, allocator: Any) -> tuple[Any, ...]:
         return allocator.shared_pool, *self._draft_pools
 
-    def back(self, tree: SharedRadixCache, swapped: Swapped, req: Request) -> Restored | None:
-        """Load the positions that the tree does not hold into new slots, and the state into the request's slot
-        for it, which the next forward would still clear or replace. None if slots are missing."""
-        held = req.prefix_len
+    def room(self, tree: SharedRadixCache, swapped: Swapped, req: Request) -> Restored | None:
+        """New slots for the positions that the tree does not hold, and a slot for the state. None if slots are
+        missing. Evicts from the cache, so ranks whose trees are equal must not go on if one of them fails."""
         if swapped.state is not None and not take_slot(tree, req, req.last_node):
             return None
         allocator = tree.token_to_kv_pool_allocator
-        count = swapped.length - held
+        count = swapped.length - req.prefix_len
         in_window = min(swapped.in_window, count)
         slots = allocator.alloc_restored(tree, count, in_window)
         if slots is None:
             return None
-        try:
-            allocator.reads.hold_stream(writes=True)
-            # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
-            whole = torch.cat((slots.new_zeros(held), slots))
-            for run in swapped.runs:
-                if run.end > held:
-                    pools = self._pools(allocator)
-                    for pool, tensors in zip(pools, run.tensors, strict=True):
-                        pool.load_cpu_copy(tensors, whole[run.start : run.end])
-            if in_window:
-                peers = allocator.translate_loc_from_full_to_swa(slots[count - in_window :])
-                peers = torch.cat((peers.new_zeros(swapped.in_window - in_window), peers))
-                allocator.window_pool.load_cpu_copy(swapped.window, peers)
-            if swapped.state is not None and req.kv.mamba_pool_idx is not None:
-                pool = tree.req_to_token_pool.mamba_pool
-                pool.load_cpu_copy(swapped.state, req.kv.mamba_pool_idx.unsqueeze(0))
-            if self._cached_at is not None and swapped.cached_at is not None:
-                self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
-            return Restored(None, slots, swapped.first_shared, in_window)
-        except BaseException:
-            allocator.free_restored(slots, in_window)
-            raise
+        return Restored(None, slots, swapped.first_shared, in_window)
+
+    def load(
+        self, tree: SharedRadixCache, swapped: Swapped, restored: Restored, req: Request
+    ) -> bool:
+        """Load the positions that the tree does not hold into the slots of ``restored``, and the state into the
+        request's slot for it, which the next forward would still clear or replace. Returns True. If this
+        raises, nobody may read the slots."""
+        held = req.prefix_len
+        allocator = tree.token_to_kv_pool_allocator
+        slots = restored.slots
+        in_window = restored.in_window
+        allocator.reads.hold_stream(writes=True)
+        # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
+        whole = torch.cat((slots.new_zeros(held), slots))
+        for run in swapped.runs:
+            if run.end > held:
+                pools = self._pools(allocator)
+                for pool, tensors in zip(pools, run.tensors, strict=True):
+                    pool.load_cpu_copy(tensors, whole[run.start : run.end])
+        if in_window:
+            peers = allocator.translate_loc_from_full_to_swa(slots[len(slots) - in_window :])
+            peers = torch.cat((peers.new_zeros(swapped.in_window - in_window), peers))
+            allocator.window_pool.load_cpu_copy(swapped.window, peers)
+        if swapped.state is not None and req.kv.mamba_pool_idx is not None:
+            pool = tree.req_to_token_pool.mamba_pool
+            pool.load_cpu_copy(swapped.state, req.kv.mamba_pool_idx.unsqueeze(0))
+        if self._cached_at is not None and swapped.cached_at is not None:
+            self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
+        return True
 
 
 def computed_length(req: Request) -> int:
@@ -242,8 +251,11 @@ def computed_length(req: Request) -> int:
 
 
 def _bytes_of(tensors: Any) -> int:
+    """Host memory that copies take. PyTorch puts those of a GPU in pinned memory, whose size is rounded up to a
+    power of two."""
     if isinstance(tensors, torch.Tensor):
-        return tensors.nbytes
+        pinned = tensors.nbytes > 0 and tensors.is_pinned()
+        return 1 << (tensors.nbytes - 1).bit_length() if pinned else tensors.nbytes
     if isinstance(tensors, list | tuple):
         return sum(map(_bytes_of, tensors))
     return 0

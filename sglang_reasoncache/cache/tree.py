@@ -33,7 +33,7 @@ from sglang_reasoncache.cache.states import LastState, begin_with, empty_ring, l
 from sglang_reasoncache.cache.swap import Restored, computed_length, swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED, SWAPPED
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.custom_params import takes_part
+from sglang_reasoncache.custom_params import only_scores, takes_part
 
 
 @dataclasses.dataclass
@@ -505,17 +505,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         # If nothing is loaded, the KV is computed again.
         setattr(req, SWAPPED, None)
         restored = None
-
-        def back() -> Restored | None:
-            nonlocal restored
-            restored = swap.back(self, swapped, req)
-            return restored
-
-        if self.owner.on_all(back) is None:
-            if restored is not None:
-                self.token_to_kv_pool_allocator.free_restored(restored.slots, restored.in_window)
+        with self.owner.contained_alone():
+            restored = swap.room(self, swapped, req)
+        if restored is None:
             return 0, req.last_node
-        assert restored is not None
+        # Slots are missing on all ranks or on none, but a rank may fail to load.
+        if self.owner.on_all(lambda: swap.load(self, swapped, restored, req) or None) is None:
+            self.token_to_kv_pool_allocator.free_restored(restored.slots, restored.in_window)
+            return 0, req.last_node
         if swapped.state is not None:
             empty_ring(self, req.kv.mamba_pool_idx.unsqueeze(0))
             req.kv.mamba_cow_src_index = None
@@ -720,7 +717,8 @@ def _first_shared(req: Request, row: HostRow) -> int | None:
 
 
 def _may_read_approximate(req: Request) -> bool:
-    """Whether a request may read what other requests shared. Its log-probabilities of prompt tokens and its
-    scores must be exact."""
+    """Whether a request may read what other requests shared. Its log-probabilities of prompt tokens, its hidden
+    states and its scores must be exact."""
     asks_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
-    return takes_part(req) and not req.is_prefill_only and not asks_prompt
+    needs_exact = asks_prompt or req.return_hidden_states or only_scores(req)
+    return takes_part(req) and not needs_exact

@@ -3,6 +3,7 @@
 
 - ``ServerArgs``, attribute :data:`CONFIG`: the operator's settings (``plugin/flags.py``, ``config.py``).
 - ``Req``, attribute :data:`RECORD`: our record of the request (``sharing/request.py``).
+- ``Req``, attribute :data:`ASKED`: whether the request shares, and asks for a record (``custom_params.py``).
 - ``Req``, attribute :data:`DOCUMENTS`: the documents that the client marked, and what is known of them
   (``cache/composition.py``).
 - ``Req``, attribute :data:`SWAPPED`: the KV of a retracted request on the host (``cache/swap.py``).
@@ -32,6 +33,8 @@
 CONFIG = "_reasoncache"
 #: Attribute of ``Req``: a ``RequestRecord``. Missing until a poll sees the request.
 RECORD = "_reasoncache_record"
+#: Attribute of ``Req``: an ``Asked``. Missing until it is needed.
+ASKED = "_reasoncache_asked"
 #: Attribute of ``Req``: its ``CachedDocuments``, or None. Missing until the request is looked up.
 DOCUMENTS = "_reasoncache_documents"
 #: Attribute of ``Req``: a ``Swapped``, or None. Missing until the request is retracted.

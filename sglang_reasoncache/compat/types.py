@@ -55,7 +55,7 @@ class Request(Protocol):
     #: Whether log-probabilities are returned, and the first position of the prompt for which; -1: none.
     return_logprob: bool
     logprob_start_len: int
-    is_prefill_only: bool
+    return_hidden_states: bool
     #: The output up to where a stop condition cut it.
     output_ids_through_stop: Sequence[int]
     #: More to send with the response: for each key a value for each output token.
@@ -133,6 +133,7 @@ class ServerArgs(Protocol):
     speculative_num_draft_tokens: int | None
     speculative_draft_attention_backend: str | None
     enable_mixed_chunk: bool
+    enable_deterministic_inference: bool
     moe_a2a_backend: str
     moe_dense_tp_size: int | None
     enable_hierarchical_cache: bool

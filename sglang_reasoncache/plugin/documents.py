@@ -69,8 +69,14 @@ def _may_compose(obj: Any) -> bool:
         single = isinstance(ids, list) and len(ids) > 0 and isinstance(ids[0], int)
     if not single or not isinstance(params, dict) or obj.contains_mm_input():
         return False
-    exact = "input_embeds", "session_params", "multi_item_delimiter_indices", "return_hidden_states"
-    if params.get("max_new_tokens") == 0 or any(getattr(obj, name) for name in exact):
+    exact = (
+        "input_embeds",
+        "positional_embed_overrides",
+        "session_params",
+        "multi_item_delimiter_indices",
+        "return_hidden_states",
+    )
+    if params.get("max_new_tokens") == 0 or any(getattr(obj, name, None) for name in exact):
         return False
     # A wrong value raises. SGLang then refuses a wrong opt-out; a wrong repair has no effect without marks.
     with contextlib.suppress(Exception):

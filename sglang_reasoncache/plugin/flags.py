@@ -177,6 +177,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     refusals.check(server_args)
     refusals.check_policies(config, refusals.other_attention(server_args))
     refusals.check_where_policies_act(config, server_args)
+    refusals.check_deterministic(config, server_args)
     # Imported only if the plugin is switched on.
     import torch
 

@@ -76,6 +76,8 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
         "groups of DP attention would not agree which graph they run"
     ),
 }
+#: Environment variable that starts SGLang's server in Rust.
+_RUST_SERVER = "SGLANG_RUST_SERVER"
 #: Values that mean that a field is not set.
 _UNSET = (None, False, "", "null", "none", "cache", compat.TREE_BACKEND)
 
@@ -90,6 +92,8 @@ def check(args: ServerArgs) -> None:
     found = [*_found(args, CONFLICTS), *_in_pd(args)]
     if args.speculative_algorithm is not None:
         found += _in_speculation(args, args.speculative_algorithm, args.page_size or 1)
+    if _is_set(_RUST_SERVER):
+        found.append(f"{_RUST_SERVER} (it parses requests in Rust, where plugins have no hooks)")
     refuse("--enable-reasoncache", found)
     check_page_size(args.page_size or 1)
 
@@ -220,6 +224,16 @@ def check_where_policies_act(config: ReasonCacheConfig, args: ServerArgs) -> Non
             config.policy,
             f"{reason} positions by the queries of decode steps; use it without --speculative-algorithm",
         )
+
+
+def check_deterministic(config: ReasonCacheConfig, args: ServerArgs) -> None:
+    """Raises ValueError for ``--enable-deterministic-inference`` if blocks share keys as cached, which any
+    backend reads: which blocks share depends on other requests. Where keys would be corrected, nothing is
+    shared with that flag (:data:`CORRECTED_CONFLICTS`)."""
+    if config.shares and config.positions == "as-cached" and args.enable_deterministic_inference:
+        flag = flag_of("positions")
+        why = "what a request reads depends on other requests"
+        refuse(f"{flag} as-cached", [f"--enable-deterministic-inference ({why})"])
 
 
 def check_page_size(page_size: int) -> None:

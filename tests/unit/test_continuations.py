@@ -4,13 +4,17 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache import continuation
-from sglang_reasoncache.cache.continuation import Continued
+from sglang_reasoncache.cache.continuation import Branches, Continuation, Continued, Path
+from sglang_reasoncache.cache.continuations import MOST_ALIKE
 from tests.property.world import Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
@@ -89,13 +93,18 @@ def test_a_prompt_that_goes_on_reads_all_of_it(setup: Setup) -> None:
         ({"opted_out": True}, FIRST),
         ({"salt": "salt"}, 0),
         ({"return_logprob": True, "logprob_start_len": 20}, FIRST),
+        ({"return_hidden_states": True}, FIRST),
+        ({"sampling_params": SamplingParams(max_new_tokens=0)}, FIRST),
     ],
-    ids=["opted-out", "salt", "log-probabilities"],
+    ids=["opted-out", "salt", "log-probabilities", "hidden-states", "scores"],
 )
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_others_read_what_is_exact(setup: Setup, options: dict[str, Any], most: int) -> None:
     world = World(setup)
-    req = asked(world, finished(world), **options)
+    tokens = finished(world)
+    # With speculation SGLang takes no request for one that only scores.
+    with get_spec().override(speculative_algorithm="NGRAM"):
+        req = asked(world, tokens, **options)
     assert req.prefix_len == most
     assert not world.tree.reads_shifted([req])
     world.assert_empty()
@@ -202,6 +211,27 @@ def test_what_a_hostile_client_can_keep_is_bounded() -> None:
         world.finish(req)
     assert len(there) == 1, "too short to keep"
     world.assert_empty()
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_what_others_wrote_in_between_costs_no_look_up(page: int) -> None:
+    """A client went on behind each page of a response with other tokens, in the middle of the page. A prompt
+    that goes on with the response compares itself with none of that."""
+    tokens = np.arange(40 * page)
+    branches = Branches(page)
+    for start in range(0, len(tokens), page):
+        for other in range(MOST_ALIKE):
+            mine = np.append(tokens[start : start + page - 1], [-1 - other] * 16)
+            slots = torch.arange(len(mine))
+            nothing = np.zeros(0, dtype=np.int64)
+            before = Path((None, None), b"", 0)
+            branches.add(
+                Continuation(before, start, mine, slots, nothing, 0, nothing, nothing, page)
+            )
+    assert not list(branches.beginning(tokens, len(tokens)))
+    mine = np.append(tokens[: 3 * page - 1], [-3, *[-99] * 15])
+    [(start, by_digest)] = branches.beginning(mine, len(mine))
+    assert start == 2 * page and len(by_digest[b""]) == 1
 
 
 def quoting(world: World) -> list[int]:

@@ -14,8 +14,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
 from eval.tiny_reasoner import CHECKPOINT
-from sglang_reasoncache import compat
-from sglang_reasoncache.custom_params import OPT_OUT_KEY, Asked, asked_by, documents_of
+from sglang_reasoncache import compat, custom_params
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, Asked, asked_by, asked_of, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 
@@ -65,6 +65,19 @@ def test_a_wrong_object_is_refused_by_key(value: object, told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"custom_params: {told}")):
         params.verify(10)
     assert asked_by(Req("r", "", array("q", [1]), params)) == Asked(share=False)
+
+
+def test_a_wrong_value_costs_a_scheduler_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its size, and however often SGLang looks the request up."""
+    params = SamplingParams(custom_params={OPT_OUT_KEY: [0] * 1_000_000})
+    req = Req("r", "", array("q", [1]), params)
+    assert asked_by(req) == Asked(share=False)
+    monkeypatch.setattr(custom_params, "asked_of", None)
+    assert asked_by(req) == Asked(share=False)
+    told = "custom_params: reasoncache must be true or false, got [0, 0, 0, 0, ...]"
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=re.escape(told)):
+        asked_of(params.custom_params)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"thinking_budget": 7}])
