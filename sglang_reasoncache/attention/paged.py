@@ -221,6 +221,7 @@ class PagedAttention:
                 for reach, memory in buffers.items()
             }
         )
+        self._find_peers(batch)
 
     def readable(self, plan: RowPlan) -> RowPlan:
         """``plan``, but without shifts if keys are read as cached: all shifts in the buffers are 0 then."""
@@ -284,7 +285,7 @@ class PagedAttention:
         #: The plan of a prefill for layers with a window pool.
         self._window_extend: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
-        #: The peers of the new tokens' slots. None until :meth:`put` sets them, and without a window pool.
+        #: The peers of the new tokens' slots. None until a forward is planned, and without a window pool.
         self._new_peers: Tensor | None = None
         self._repairs: list[Repaired] = []
         #: Memory for the plans of layers that select. None until the first one of a forward, and on a CPU.
@@ -317,7 +318,6 @@ class PagedAttention:
             # SGLang may pad either: with requests that hold no slots, or with slots of no request.
             count = min(len(own), len(slots))
             self.cached.record(slots[:count], own[:count])
-        self._new_peers = None  # A captured graph must look up its peers, not use a trial run's.
         rows = batch.req_pool_indices
         positions = batch.positions
         if self.queries is None:
@@ -360,6 +360,7 @@ class PagedAttention:
         if drafted and self.backend == "triton":
             self._sees = verification.sees_of(batch, drafted)
         self._use({reach: self._plan(batch, merge=self.merges, reach=reach) for reach in reaches})
+        self._find_peers(batch)
 
     def _use(self, plans: dict[int, RowPlan]) -> None:
         self.rows = plans.pop(0)
@@ -389,12 +390,21 @@ class PagedAttention:
             lengths = batch.seq_lens_cpu.clone()
             for placed in self._repairs:
                 lengths[placed.number].clamp_(min=placed.least)
-        self._plan_extend(self._plan(batch, lengths=lengths), batch)
+        rows = self._plan(batch, lengths=lengths)
+        self._plan_extend(rows, self._in_window_pool(rows) if self._of_window else None, batch)
+        self._find_peers(batch)
 
-    def _plan_extend(self, rows: RowPlan, batch: ForwardBatch) -> None:
+    def _plan_extend(self, rows: RowPlan, of_window: RowPlan | None, batch: ForwardBatch) -> None:
+        """``of_window``: ``rows`` with slots of the window pool; None without one."""
         self.extend_plan = self._planned_extend(rows, batch)
+        if of_window is not None:
+            self._window_extend = self._planned_extend(of_window, batch)
+
+    def _find_peers(self, batch: ForwardBatch) -> None:
+        """Look up the peers of the new tokens' slots. This belongs to planning: once a forward is planned,
+        SGLang may change them for the next one."""
         if self._of_window:
-            self._window_extend = self._planned_extend(self._in_window_pool(rows), batch)
+            self._new_peers = self._peers(batch.out_cache_loc)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
         new = batch.extend_seq_lens_cpu
@@ -421,9 +431,10 @@ class PagedAttention:
     ) -> None:
         """Put new keys and values into the pool, as SGLang's backends do."""
         if save_kv_cache and k is not None and v is not None:
-            if self._of_window and self._new_peers is None:
-                self._new_peers = self._peers(batch.out_cache_loc)
-            location = compat.KVWriteLoc.for_batch(batch, swa_loc=self._new_peers)
+            peers = self._new_peers
+            # SGLang may leave out padding here.
+            peers = None if peers is None else peers[: len(batch.out_cache_loc)]
+            location = compat.KVWriteLoc.for_batch(batch, swa_loc=peers)
             if self.latent:
                 self._pool.set_kv_buffer(layer, location, k, v)
             else:
@@ -479,7 +490,8 @@ class PagedAttention:
             raise RuntimeError("forward_extend without a plan of its batch")
         if sinks is not None and plan.pieces:
             self._singly = True
-            self._plan_extend(plan.rows, batch)
+            of_window = self._window_extend
+            self._plan_extend(plan.rows, None if of_window is None else of_window.rows, batch)
         plan = self._window_extend if layer.layer_id in self._of_window else self.extend_plan
         assert plan is not None
         # This call waits until SGLang has loaded the layer's KV from the host.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions that let tensor-parallel ranks make the same decisions. All ranks must make the same calls."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,12 @@ import torch.distributed as dist
 class RankFailed(BaseException):
     """A rank failed. All ranks raise this exception at the same reduction. It derives from ``BaseException``,
     so that no ``except Exception`` swallows it."""
+
+
+class RanksTorn(Exception):
+    """This rank failed to do what all ranks had agreed to do, so its block tables or free slots differ from the
+    others'. ``Containment`` lets this exception end the scheduler: the ranks would compute different tokens, or
+    wait for each other forever."""
 
 
 class Ranks:
@@ -49,6 +57,17 @@ class Ranks:
         """Raise RankFailed if a rank has failed."""
         if not self.alone:
             self.least(0)
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A context for a change that all ranks make, after :meth:`agree`. With several ranks an exception in
+        it becomes RanksTorn."""
+        try:
+            yield
+        except BaseException as error:
+            if self.alone:
+                raise
+            raise RanksTorn(f"{type(error).__name__}: {error}") from error
 
     def add(self, sums: torch.Tensor) -> None:
         """Add up ``sums`` over the ranks, in place. Raises RankFailed if a rank has failed."""

@@ -258,16 +258,17 @@ class EvictionController:
         change = self._allocator.prepare_known(slots, known.at(positions))
         begun = runs(positions)[: _REMEMBERED - len(state.evictions)]
         remembered = [(written, start, length) for start, length in begun]
-        # If a rank failed so far, all ranks stop here. The code below fails only if SGLang cannot go on either.
+        # If a rank failed so far, all ranks stop here.
         self._ranks.agree()
-        self._allocator.reads.freed()
-        self._rows.write(where, gone)
-        try:
-            freed = self._allocator.commit(change, evicts=True)
-        except BaseException:
-            self._rows.write(where, slots)
-            raise
-        known.unset(positions)
+        with self._ranks.agreed():
+            self._allocator.reads.freed()
+            self._rows.write(where, gone)
+            try:
+                freed = self._allocator.commit(change, evicts=True)
+            except BaseException:
+                self._rows.write(where, slots)
+                raise
+            known.unset(positions)
         state.evictions += remembered
         self._stats.positions_evicted += len(positions)
         self._stats.slots_freed_by_eviction += freed

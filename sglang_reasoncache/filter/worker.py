@@ -81,8 +81,9 @@ class Worker:
                         )
                     )
                     began = now
-            except MemoryError:
-                # Other ranks may have enough memory, so this process ends. All ranks then restart the filter.
+            except (MemoryError, OSError, ImportError):
+                # Other ranks may have enough memory or files, so this process ends. All ranks then restart the
+                # filter.
                 raise
             except Exception:
                 # All ranks get the same exception, so only this request stops sharing.

@@ -197,8 +197,12 @@ class RowReads(NamedTuple):
 
 def rotate(merge: MergeBuffers, batch: int, read: RowReads, kv_indptr: torch.Tensor) -> None:
     """Write the rotations of a plan whose entries and runs are already written. Waits for nothing."""
-    tile_ptr, by, bits = merge.rotations
-    merge.following.zero_()
+    _, by, bits = merge.rotations
+    # The buffers may be made for larger batches.
+    tiles = batch * read.rows.shape[1] // ENTRIES + batch + 1
+    tile_ptr = merge.rotations.tile_ptr[:tiles]
+    following = merge.following[:tiles]
+    following.zero_()
     arguments = dict(
         **read.arguments(),
         kv_indptr=kv_indptr,
@@ -206,7 +210,7 @@ def rotate(merge: MergeBuffers, batch: int, read: RowReads, kv_indptr: torch.Ten
         runs=merge.runs,
         run_indptr=merge.run_indptr,
         tile_ptr=tile_ptr,
-        following=merge.following,
+        following=following,
         by=by,
         bits=bits,
         run_capacity=merge.runs.shape[1],
@@ -216,6 +220,6 @@ def rotate(merge: MergeBuffers, batch: int, read: RowReads, kv_indptr: torch.Ten
     )
     with common.current_device(by.device):
         rotation_kernel[(PIECES, batch)](WRITE=False, PIECES=PIECES, **arguments)
-        tile_ptr[1:] = merge.following[:-1].cumsum(0)
-        torch.add(tile_ptr, 1, out=merge.following)
+        tile_ptr[1:] = following[:-1].cumsum(0)
+        torch.add(tile_ptr, 1, out=following)
         rotation_kernel[(1, batch)](WRITE=True, PIECES=1, **arguments)

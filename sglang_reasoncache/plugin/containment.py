@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.device.ranks import RankFailed, Ranks
+from sglang_reasoncache.device.ranks import RankFailed, Ranks, RanksTorn
 
 logger = logging.getLogger(__name__)
 
@@ -19,9 +19,9 @@ _LONGEST = 300
 class Containment:
     """A context manager around code of the plugin that SGLang's scheduler calls while it serves requests.
 
-    This class suppresses exceptions. The first exception is logged and makes every tensor-parallel rank call
-    ``disable`` with a reason: immediately if there is a single rank, else at the next reduction over the ranks.
-    Until that reduction the rank that failed goes on as before.
+    This class suppresses exceptions, except RanksTorn. The first one is logged and makes every tensor-parallel
+    rank call ``disable`` with a reason: immediately if there is a single rank, else at the next reduction over
+    the ranks. Until that reduction the rank that failed goes on as before.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ class Containment:
     ) -> bool:
         if isinstance(error, RankFailed):
             self._end(self._reason or "another tensor-parallel rank failed")
-        elif isinstance(error, Exception):
+        elif isinstance(error, Exception) and not isinstance(error, RanksTorn):
             self._failed(error)
         else:
             return False
@@ -53,6 +53,8 @@ class Containment:
         with self:
             try:
                 work(*arguments)
+            except RanksTorn:
+                raise
             except Exception as error:
                 self._failed(error)
             self._ranks.agree()
@@ -66,6 +68,8 @@ class Containment:
         """
         try:
             return work(*arguments, **named)
+        except RanksTorn:
+            raise
         except Exception as error:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise

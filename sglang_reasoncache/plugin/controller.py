@@ -241,16 +241,19 @@ class Controller:
         """See :meth:`Report.response`."""
         return self.report.response(rid)
 
-    def after_decode(self, reqs: Sequence[Request], tokens: int | None = None) -> int:
-        """Called after a decode step, which gave ``tokens`` tokens (None: one a request). Every ``interval``-th
-        call polls (:meth:`_poll`). Returns how many slots more than before the poll are saved or can be freed
-        (:attr:`_to_have`)."""
+    def after_decode(self, reqs: Sequence[Request], tokens: Callable[[], int] | None = None) -> int:
+        """Called after a decode step, which gave ``tokens()`` tokens (None: one a request). Every
+        ``interval``-th call polls (:meth:`_poll`). Returns how many slots more than before the poll are saved
+        or can be freed (:attr:`_to_have`)."""
         if self._holds:
             return 0
-        tokens = len(reqs) if tokens is None else tokens
-        self._tokens_a_step = tokens
+        self._tokens_a_step = len(reqs)
+        with self.containment:
+            # All ranks must count this step, even if one of them fails here.
+            if tokens is not None:
+                self._tokens_a_step = tokens()
         self.stats.decode_steps += self._is_active
-        self.shortage.decoded(tokens)
+        self.shortage.decoded(self._tokens_a_step)
         if self.steps % self.interval:
             return 0
         before = self._to_have

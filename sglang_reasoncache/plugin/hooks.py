@@ -246,7 +246,8 @@ def _after_decode(
     *_: Any,
     **__: Any,
 ) -> None:
-    freed = controller.after_decode(batch.reqs, _tokens(batch, output))
+    # ``partial``, as ``map`` above.
+    freed = controller.after_decode(batch.reqs, functools.partial(_tokens, batch, output))
     _admit_again(processor, controller.admits_again() or freed > 0)
 
 

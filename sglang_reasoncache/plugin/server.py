@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import logging
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from sglang_reasoncache.compat.types import (
     SlotAllocator,
     TreeCacheBuildContext,
 )
-from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config, flag_of
+from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config
 from sglang_reasoncache.device.host_memory import free_host_memory
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
@@ -240,7 +241,6 @@ class ServerParts:
         # The ranks of ``tp_cache_group`` run the same requests.
         ranks = Ranks(params.tp_cache_group if self._attention_ranks > 1 else None)
         corrects = config.positions == "corrected"
-        check_alike(Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None), corrects)
         stream = context.tp_worker.model_runner.forward_stream
         source = KeySource(
             pool=self.allocator.get_kvcache(),
@@ -260,6 +260,18 @@ class ServerParts:
         )
         tokenizer = _tokenizer(context) if config.is_active else context.tp_worker.tokenizer
         markers = _markers(args.reasoning_parser, tokenizer, config)
+        swap = self._swap(tree, resolved, args)
+        continues = self._continues(tree, config, args)
+        documents_off = self._documents_off(tree, config, args)
+        check_alike(
+            Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None),
+            {
+                **config.to_dict(),
+                "host_swap_gb": swap is not None,
+                "aliased_nodes": continues,
+                "documents_off": documents_off is not None,
+            },
+        )
         controller = assemble(
             resolved,
             allocator=self.allocator,
@@ -278,9 +290,9 @@ class ServerParts:
             process=(_filter(resolved, meter, markers, tokenizer) if config.shares else None),
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
-            swap=self._swap(tree, resolved, args),
+            swap=swap,
             selection=self._attention.selection,
-            continues=self._continues(tree, config, args),
+            continues=continues,
             handover=(
                 Handover(params.req_to_token_pool, self._cached, source.stream)
                 if _decodes_only(args)
@@ -289,7 +301,7 @@ class ServerParts:
             stream=source.stream,
             markers=markers,
             metrics=metrics_of(context),
-            documents_off=self._documents_off(tree, config, args),
+            documents_off=documents_off,
             dp_rank=dp_rank(),
             ahead=compat.get_alloc_reserve_per_decode(),
         )
@@ -380,12 +392,22 @@ def _first(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def check_alike(ranks: Ranks, corrects: bool) -> None:
-    """Raise ValueError if this tensor-parallel rank can correct shared keys and another rank cannot. All ranks
-    call this together, even those of different DP-attention groups, because all need the same CUDA graphs."""
-    if ranks.least(corrects) < corrects:
-        told = "a tensor-parallel rank cannot correct shared keys and others can"
-        raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")
+def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError on all tensor-parallel ranks unless all have these ``settings``: flags, variables and
+    machines may differ between nodes, and ranks with different settings would wait for each other forever. All
+    ranks call this together, even those of different DP-attention groups, because all need the same CUDA
+    graphs."""
+    differ = []
+    for name, value in sorted(settings.items()):
+        digest = zlib.crc32(repr(value).encode())
+        # All ranks find the same: the smallest digest is the largest only if all are equal.
+        if ranks.least(digest) != -ranks.least(-digest):
+            differ.append(f"{name} (here {value!r:.80})")
+    if differ:
+        raise ValueError(
+            "--enable-reasoncache needs the same settings on all tensor-parallel ranks, which differ in: "
+            + "; ".join(differ)
+        )
 
 
 def _tokenizer(context: TreeCacheBuildContext) -> Any:

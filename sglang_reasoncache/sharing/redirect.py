@@ -70,11 +70,12 @@ class Redirector:
 
     def commit(self, done: Sequence[Redirected]) -> None:
         """Write the rows of blocks that were redirected in the host's rows. If this raises, ``req_to_token``
-        and reference counts are as before."""
+        and reference counts are as before; with RanksTorn they are not those of other ranks."""
         write = self.prepare(done)
         # Raises on all ranks if one has failed, so either all ranks change their rows or none does.
         self._ranks.agree()
-        write()
+        with self._ranks.agreed():
+            write()
 
     def prepare(self, done: Sequence[Redirected]) -> Callable[[], None]:
         """Do the work that may fail, such as allocating memory. The returned function then writes the rows and

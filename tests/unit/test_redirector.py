@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.device.ranks import RankFailed
+from sglang_reasoncache.device.ranks import RankFailed, RanksTorn
+from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.sharing import redirect
 from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate, Run
 from sglang_reasoncache.sharing.redirect import Redirection, Redirector
@@ -151,6 +152,20 @@ def fail_free(patch: pytest.MonkeyPatch, rows: Rows, begun: Redirection) -> None
         begun.commit()
 
 
+def fail_after_agreeing(patch: pytest.MonkeyPatch, rows: Rows, begun: Redirection) -> None:
+    """All ranks have agreed to write, so the others do. The scheduler of this one must end."""
+    patch.setattr(rows.world.ranks, "alone", False)
+    patch.setattr(rows.world.ranks, "agree", lambda: None)
+    patch.setattr(rows.world.rows, "write", failing)
+    disabled: list[str] = []
+    contained = Containment(rows.world.ranks, disabled.append)
+    with pytest.raises(RanksTorn, match="OutOfMemoryError: made up"):
+        contained.together(begun.commit)
+    with pytest.raises(RanksTorn), contained:
+        contained.once_more(begun.commit)
+    assert not disabled
+
+
 Failure = Callable[[pytest.MonkeyPatch, Rows, Redirection], None]
 FAILURES: list[Failure] = [
     fail_read,
@@ -159,6 +174,7 @@ FAILURES: list[Failure] = [
     fail_other_rank,
     fail_write,
     fail_free,
+    fail_after_agreeing,
 ]
 TOGETHER = st.tuples(st.lists(BLOCKS, max_size=4), st.sampled_from([None, None, *FAILURES]))
 

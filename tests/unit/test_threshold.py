@@ -93,15 +93,21 @@ def test_what_is_no_distance_is_neither_observed_nor_accepted() -> None:
         assert adaptive.num_observed == 1
 
 
-@pytest.mark.parametrize("corrects", [(True, True), (False, False), (True, False), (False, True)])
-def test_ranks_that_read_keys_differently_are_refused(corrects: tuple[bool, bool]) -> None:
-    """If only one rank can rotate keys to other positions, that rank refuses to start."""
+@pytest.mark.parametrize("there", [{}, {"host_swap_gb": False, "min_age": 64}])
+def test_ranks_with_other_settings_are_refused(there: dict[str, Any]) -> None:
+    """Else ranks would wait for each other forever. All ranks say which settings differ."""
+    settings = {"percentile": 80.0, "host_swap_gb": True, "min_age": 256}
 
-    def refuses(rank: int, group: Any) -> bool:
+    def told(rank: int, group: Any) -> str:
         try:
-            check_alike(Ranks(group), corrects[rank])
+            check_alike(Ranks(group), settings | (there if rank else {}))
         except ValueError as error:
-            return "--reasoncache-positions auto: a tensor-parallel" in str(error)
-        return False
+            return str(error)
+        return ""
 
-    assert in_two_threads(refuses) == [corrects[0] > corrects[1], corrects[1] > corrects[0]]
+    mine, others = in_two_threads(told)
+    if there:
+        assert mine.endswith("differ in: host_swap_gb (here True); min_age (here 256)")
+        assert others.endswith("differ in: host_swap_gb (here False); min_age (here 64)")
+    else:
+        assert mine == others == ""
