@@ -523,6 +523,25 @@ MTP_PAGES_DECODES = MTP_DECODES.having("page16", PAGE16, **retracting(90)).for_l
 STATES_DECODES = STATES_MTP.having(
     "decodes", _PAIR, "decode", _TENSORS, **_STATES_PAIRED, **retracting(40)
 ).for_long_runs()
+#: In two groups of DP attention, and, as most public recipes for DeepSeek do, also with MTP. One rank prefills.
+GROUPS_PREFILLS = replace(STOCK, name="qwen3_moe", model="qwen3_moe").having(
+    "prefills", _PAIR, "prefill --disable-overlap-schedule", **_PAIRED
+)
+GROUPS_DECODES = GROUPS.having(
+    *("decodes", _PAIR, "decode", _TENSORS, "--disable-overlap-schedule"),
+    **{
+        **_plugins("host_tier", "handing_over", "attention_groups"),
+        **retracting(90),
+    },
+).for_long_runs()
+MTP_GROUPS_DECODES = MTP_GROUPS.having(
+    *("decodes", _PAIR, "decode", _TENSORS),
+    **{
+        **_MTP_PAIRED,
+        **TWO_CORES,
+        **_plugins("host_tier", "handing_over", "attention_groups", "speculating"),
+    },
+).for_long_runs()
 MTP_PAGES = MTP.having("page16", PAGE16).for_long_runs()
 DRAFT_PAGES = DRAFTS.having("page16", PAGE16, *EAGER).for_long_runs()
 SPECULATING = (NGRAMS, DRAFTS, EAGLE3, DRAFT_PAGES, *map(on_two_ranks, (NGRAMS, DRAFTS)))
