@@ -30,10 +30,11 @@ _QUEST = re.compile(r"quest(?::(?P<page>[1-9]\d{0,3}))?")
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
     r"|(?P<pool>e4m3|e5m2)|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)|need(?P<need>\d+)"
+    r"|(?P<quotes>quotes)"
 )
 _GRAMMAR = (
     "newest or oldest, runs, steps or random, block[, cached][, e4m3 or e5m2][, ageN][, runN][, pN]"
-    "[, needN], as newest-runs-8; or e4m3 or e5m2 alone; or a preset, as memshare:align=index"
+    "[, needN][, quotes], as newest-runs-8; or e4m3 or e5m2 alone; or a preset, as memshare:align=index"
 )
 
 
@@ -78,6 +79,7 @@ def parse(name: str) -> Arm:
         raise ValueError(f"{name!r}: an arm that shares is {_GRAMMAR}")
     cached = values.pop("cached", None)
     match = values.pop("match")
+    quotes = values.pop("quotes", None) is not None
     pool = POOLS.get(values.pop("pool", ""))
     knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
     percentile = knobs.pop("percentile", 100)
@@ -87,7 +89,9 @@ def parse(name: str) -> Arm:
     if direction == "oldest":
         knobs.setdefault("min_age", 0)  # as in the ReasonCache paper, which has no minimum age
     try:
-        config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
+        config = ReasonCacheConfig(
+            direction=direction, percentile=percentile, reads_prompt=quotes, **knobs
+        )
     except ConfigError as error:
         raise ValueError(f"{name!r}: {error}") from error
     if not 0 < need <= 100:

@@ -306,7 +306,12 @@ class Replay:
                 sizes = arm.filter.max_history_steps, arm.filter.length_factor
                 history = DenseIndex(self._encoders[arm.encoder], *sizes)
             request = RequestFilter(
-                arm.filter, self._classes, self._vocabulary, prompt, history=history
+                arm.filter,
+                self._classes,
+                self._vocabulary,
+                prompt,
+                prompt=tokens[:prompt] if arm.filter.reads_prompt else (),
+                history=history,
             )
             for at in range(prompt, len(tokens)):
                 for proposal in request.push(tokens[at : at + 1]):

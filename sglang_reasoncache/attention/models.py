@@ -67,7 +67,7 @@ def check_windows(pool: Any, args: ServerArgs) -> None:
         return
     for name, given, end in (
         ("--disaggregation-mode decode", args.disaggregation_mode == "decode", _ONE_POOL),
-        ("--speculative-algorithm", args.speculative_algorithm is not None, _BESIDE_WINDOWS),
+        ("--speculative-algorithm", compat.speculation(args) is not None, _BESIDE_WINDOWS),
     ):
         if given:
             raise CannotShare(f"{_FLAG} does not support {name} {end}")

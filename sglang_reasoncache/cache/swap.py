@@ -78,6 +78,17 @@ def swapped_of(req: Request | None) -> Swapped | None:
     return swapped if swapped is not None and swapped.is_valid else None
 
 
+def copied_of(req: Request) -> int:
+    """Number of positions of a retracted request whose KV is on the host: in our copy or, on the decode server
+    of a PD pair, in SGLang's."""
+    swapped = swapped_of(req)
+    if swapped is not None:
+        return swapped.length
+    return (
+        0 if req.kv.retraction_backup is None else len(req.origin_input_ids) + len(req.output_ids)
+    )
+
+
 class Restored(NamedTuple):
     """Takes the place of a node of the tree in ``Request.last_node``: the path of ``node``, then the ``slots``
     into which the request's own KV was loaded, int64 ``[loaded]`` on the device.

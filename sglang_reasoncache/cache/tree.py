@@ -447,6 +447,25 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 self.owner.once_more(handover.retracted, req, row)
         self.owner.released(req, row)
 
+    def backup_kv_cache(self, req: Request) -> Any:
+        """Copy a request that is being retracted on the decode server of a PD pair. SGLang's host pool copies
+        pages of slots, the first slot of a page of positions standing for all. Positions that share may name
+        slots of several pages, so such a row is copied slot by slot, into tensors, as by the other backup."""
+        if self.page_size == 1 or self._host_row(req.kv).first_shared is None:
+            return super().backup_kv_cache(req)
+        req.offload_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator)
+        return req.kv.retraction_backup
+
+    def restore_kv_cache(self, req: Request, backup: Any) -> None:
+        if backup.cpu_tensors is None:
+            super().restore_kv_cache(req, backup)
+        else:
+            req.load_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator)
+
+    def discard_kv_cache_backup(self, backup: Any) -> None:
+        if backup.cpu_tensors is None:
+            super().discard_kv_cache_backup(backup)
+
     def _state_to_swap(self, req: Request) -> LastState | None:
         """The state with which a request that is being retracted can go on, in models with state layers."""
         if not self.is_mamba_enabled or not req.kv.holds_mamba:

@@ -276,6 +276,15 @@ def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
     return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
 
 
+def speculation(args: Any) -> str | None:
+    """The algorithm of speculative decoding that flags ask for; None if they ask for none. With
+    ``--enable-return-aux-hidden-states`` the flag's algorithm only says which hidden states are returned."""
+    if getattr(args, "enable_return_aux_hidden_states", False):
+        return None
+    asked: str | None = args.speculative_algorithm
+    return asked
+
+
 def drafted_tokens(runner: Any) -> int:
     """How many drafted tokens of each request the ``ModelRunner`` ``runner`` verifies in a step; 0 if it does
     not speculate."""

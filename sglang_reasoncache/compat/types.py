@@ -66,6 +66,8 @@ class Request(Protocol):
     prefix_len: int
 
     def finished(self) -> bool: ...
+    def offload_kv_cache(self, rows: Any, allocator: Any) -> None: ...
+    def load_kv_cache(self, rows: Any, allocator: Any) -> None: ...
 
 
 class KVPool(Protocol):
@@ -134,6 +136,7 @@ class ServerArgs(Protocol):
     speculative_draft_attention_backend: str | None
     enable_mixed_chunk: bool
     enable_deterministic_inference: bool
+    rl_on_policy_target: str | None
     moe_a2a_backend: str
     moe_dense_tp_size: int | None
     enable_hierarchical_cache: bool

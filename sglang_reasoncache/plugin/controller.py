@@ -74,7 +74,6 @@ class Controller:
         self.containment = Containment(self.ranks, self._disable)
         self._tokens_a_step = 0
         self._is_active = self.config.is_active
-        self._pauses = False
         self._holds = False
         with self.containment:
             self.report.publish()
@@ -166,16 +165,14 @@ class Controller:
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
-        """While SGLang retracts all requests for a pause: their KV is not kept, and no slots were short."""
+        """While SGLang retracts all requests for a pause: their KV is not kept."""
         swap = self.report.swap
         if swap is not None:
             swap.forget()
             swap.rests = True
-        self._pauses = True
         try:
             yield
         finally:
-            self._pauses = False
             if swap is not None:
                 swap.rests = False
 
@@ -183,17 +180,7 @@ class Controller:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
             if not req.finished():
-                swapped = swapped_of(req)
-                copied = 0
-                length = len(req.origin_input_ids) + len(req.output_ids)
-                if swapped is not None:
-                    copied = swapped.length
-                    self.stats.requests_swapped += 1
-                elif req.kv.retraction_backup is not None:
-                    # On the decode server of a PD pair SGLang itself copies requests.
-                    copied = length
-                if not self._pauses:
-                    self.shortage.headroom.lost(length, copied)
+                self.stats.requests_swapped += swapped_of(req) is not None
                 self.records.retracted(req, row)
             else:
                 record = record_of(req)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.swap import copied_of
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of
 from sglang_reasoncache.errors import CannotShare
@@ -35,7 +36,7 @@ def install() -> None:
         "count_uncached": _contained(_after_count_uncached),
         "decode_log_parts": _contained(_after_decode_log_parts, _after_decode_log_parts),
         "prefill_ready": _contained(_after_prefill_ready),
-        "retracted": _contained(None, _after_retracted),
+        "retracted": _contained(_after_retracted, _after_retracted),
     }
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
@@ -228,7 +229,7 @@ def _after_prealloc(_result: Any, _queue: Any, req: Any, *_: Any, **__: Any) -> 
 
 def _around_pause(stock: Callable[[Any, Any], None], scheduler: Any, recv_req: Any) -> None:
     """SGLang may retract all requests for a pause, in which the weights may change: their KV is computed again,
-    and so is that of requests which wait already. No slots were short, so admission learns nothing."""
+    and so is that of requests which wait already."""
     controller = None if _server is None else _server.controller
     if controller is None or recv_req.mode != "retract":
         stock(scheduler, recv_req)
@@ -270,11 +271,17 @@ def _after_prefill_unshared(
         unshared.after_decode(len(batch.decoding_reqs))
 
 
-def _after_retracted(unshared: Unshared, result: tuple[Any, ...], _batch: ScheduleBatch) -> None:
-    """Learn from the requests that SGLang retracted because it was short of slots."""
+def _after_retracted(
+    owner: Controller | Unshared, result: tuple[Any, ...], _batch: ScheduleBatch
+) -> None:
+    """Learn from the requests that SGLang retracted because it was short of slots. It also retracts for a pause
+    and for requests of higher priority, when slots may be free: not by this method."""
     # SGLang ends those that it cannot retract.
     retracted, _, ended = result
-    unshared.retracted([*retracted, *ended])
+    reqs = [*retracted, *ended]
+    owner.shortage.retracted(
+        (len(req.origin_input_ids) + len(req.output_ids), copied_of(req)) for req in reqs
+    )
 
 
 def _admit_again(processor: Any, yes: bool) -> None:

@@ -36,6 +36,8 @@ CONFLICTS: Mapping[str, str] = {
     "dllm_algorithm": "a diffusion model rewrites its KV",
     "attn_cp_size": "a request is spread over ranks",
     "enable_prefill_cp": "a request is spread over ranks",
+    "smg_grpc_mode": "it parses requests where plugins have no hooks",
+    "grpc_mode": "it parses requests where plugins have no hooks",
     "use_ray": "plugins are not tested under Ray",
 }
 #: Values of --speculative-algorithm that this plugin supports, in upper case.
@@ -61,6 +63,8 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_two_batch_overlap": "it cuts a batch between two attention backends",
     "enable_mis": "its positions are not those of the row",
     "enable_torch_compile": "our kernels would be traced",
+    "enable_nvidia_megakernel": "it reads what the stock backend prepares, which ours skips",
+    "enable_amd_monokernel": "it reads what the stock backend prepares, which ours skips",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
 #: Environment variable that excludes corrected keys on CUDA when set -> reason. SGLang itself sets the second
@@ -90,8 +94,9 @@ def of_policy(policy: str, reason: str) -> ValueError:
 def check(args: ServerArgs) -> None:
     """Raises ValueError if flags exclude this plugin, and names all of them. ``args``: raw ``ServerArgs``."""
     found = [*_found(args, CONFLICTS), *_in_pd(args)]
-    if args.speculative_algorithm is not None:
-        found += _in_speculation(args, args.speculative_algorithm, args.page_size or 1)
+    algorithm = compat.speculation(args)
+    if algorithm is not None:
+        found += _in_speculation(args, algorithm, args.page_size or 1)
     if _is_set(_RUST_SERVER):
         found.append(f"{_RUST_SERVER} (it parses requests in Rust, where plugins have no hooks)")
     refuse("--enable-reasoncache", found)
@@ -114,7 +119,8 @@ def _in_pd(args: ServerArgs) -> list[str]:
 
 def has_draft_model(args: ServerArgs) -> bool:
     """Whether a draft model, or draft layers, propose tokens and have KV of their own for each slot."""
-    return args.speculative_algorithm is not None and args.speculative_algorithm.upper() != "NGRAM"
+    algorithm = compat.speculation(args)
+    return algorithm is not None and algorithm.upper() != "NGRAM"
 
 
 def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[str]:
@@ -218,7 +224,7 @@ def check_where_policies_act(config: ReasonCacheConfig, args: ServerArgs) -> Non
             else "selects by bounds of keys, which no forward computes where another server prefills"
         )
         raise of_policy(config.policy, f"{reason}; use it without --disaggregation-mode decode")
-    if args.speculative_algorithm is not None:
+    if compat.speculation(args) is not None:
         reason = "evicts" if evicts else "selects"
         raise of_policy(
             config.policy,
@@ -230,10 +236,16 @@ def check_deterministic(config: ReasonCacheConfig, args: ServerArgs) -> None:
     """Raises ValueError for ``--enable-deterministic-inference`` if blocks share keys as cached, which any
     backend reads: which blocks share depends on other requests. Where keys would be corrected, nothing is
     shared with that flag (:data:`CORRECTED_CONFLICTS`)."""
-    if config.shares and config.positions == "as-cached" and args.enable_deterministic_inference:
-        flag = flag_of("positions")
-        why = "what a request reads depends on other requests"
-        refuse(f"{flag} as-cached", [f"--enable-deterministic-inference ({why})"])
+    if not config.shares or config.positions != "as-cached":
+        return
+    why = "what a request reads depends on other requests"
+    # SGLang switches the first on for the second.
+    given = {
+        "--enable-deterministic-inference": args.enable_deterministic_inference,
+        "--rl-on-policy-target": args.rl_on_policy_target is not None,
+    }
+    found = [f"{flag} ({why})" for flag, is_given in given.items() if is_given]
+    refuse(f"{flag_of('positions')} as-cached", found)
 
 
 def check_page_size(page_size: int) -> None:

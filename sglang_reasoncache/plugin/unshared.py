@@ -6,13 +6,12 @@ Allocator, prefix cache and attention stay SGLang's own, and no KV is touched.""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED, NoOwner, Promise
-from sglang_reasoncache.compat.types import PrefixTree, Request, TreeCacheBuildContext
+from sglang_reasoncache.compat.types import PrefixTree, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.plugin.containment import Containment
@@ -103,13 +102,6 @@ class Unshared(NoOwner):
     def after_decode(self, tokens: int) -> None:
         """Count a decode step that gave ``tokens`` tokens."""
         self.shortage.decoded(tokens)
-
-    def retracted(self, reqs: Sequence[Request]) -> None:
-        """Learn from requests that SGLang retracted because it was short of slots."""
-        for req in reqs:
-            length = len(req.origin_input_ids) + len(req.output_ids)
-            # On the decode server of a PD pair SGLang copies them to the host.
-            self.shortage.headroom.lost(length, 0 if req.kv.retraction_backup is None else length)
 
     def log_part(self) -> str:
         """Our part of SGLang's decode log line."""

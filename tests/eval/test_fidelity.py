@@ -156,6 +156,19 @@ def test_an_arm_that_needs_less_shares_less_the_nearest_first(reader: Reader) ->
     assert 0 < some["kl"] / some["saved"] < every["kl"] / every["saved"]
 
 
+def test_a_response_that_quotes_its_prompt_reads_it(reader: Reader) -> None:
+    said = "".join(OTHER.format(i) for i in range(9))
+    ids = TOKENIZER([said, STEP], add_special_tokens=False)["input_ids"]
+    tokens = ids[0] + ids[1] + ids[0]
+    names = ["newest-runs-8-age0", "newest-runs-8-age0-quotes", "random-evict"]
+    arms = parse_all(names, names[1])
+    found = Replay(reader, vocabulary_of(TOKENIZER), arms, names[1]).scores(tokens, len(ids[0]))
+    alone, quoting, evicted = (found[name] for name in names)
+    assert alone["saved"] + 0.3 < quoting["saved"] < 0.95
+    assert evicted["saved"] == pytest.approx(quoting["saved"], abs=0.1)
+    assert 0 < quoting["kl"] < evicted["kl"]
+
+
 def test_memshare_pairs_the_blocks_whose_kv_is_nearest(reader: Reader) -> None:
     """The blocks of a step come again in another order. MemShare finds each; pairing by index finds none."""
     words = [i for i in range(len(TOKENIZER)) if "\n" not in TOKENIZER.decode([i])]
@@ -491,6 +504,7 @@ def test_names(name: str, knobs: tuple[object, ...]) -> None:
         (["quest:0"], "'quest:0' is neither .*; nor quest or quest:PAGE; nor a policy"),
         (["memshare:metric=angle"], "metric must be one of euclidean, cosine"),
         (["reasoncache:match=runs:encoder=embedding"], "encoder needs match=steps, got runs"),
+        (["newest-steps-8-quotes"], "--reasoncache-set reads_prompt"),
         (["newest-runs-8-need0"], "needN must be between 1 and 100, got 0"),
     ],
 )

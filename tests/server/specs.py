@@ -386,11 +386,18 @@ DECODES = _DECODES.having("retracting", *EAGER, _TENSORS, **retracting(90)).for_
 DECODES_SHORT = _DECODES.having(
     "short", *SOON, _POOL, "--max-total-tokens 1500 --num-reserved-decode-tokens 32"
 )
+#: In pages, SGLang's host pool would copy whole ones.
+DECODES_PAGES = PAGES.having(
+    *("decodes", _PAIR, "decode", _POOL), **{**_PAIRED, **retracting(90)}
+).for_long_runs()
 DECODES_CACHED = _DECODES.having(
     *("cached", *SOON, _TENSORS, "--disaggregation-decode-enable-radix-cache"),
     "--max-total-tokens 1800 --num-reserved-decode-tokens 32",
 ).for_long_runs()
 
+PREFILLS_PAGES = replace(STOCK, name="qwen3", model="qwen3").having(
+    *("prefills", PAGE16, _PAIR, "prefill --disable-overlap-schedule"), **_PAIRED
+)
 PREFILLS_ON_TWO_RANKS = PREFILLS.having("tp2", "--tp 2", **TWO_CORES)
 DECODES_ON_TWO_RANKS = DECODES_SHORT.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
 

@@ -22,6 +22,7 @@ _rooms = itertools.count(1)
 #: Prefill servers of decode servers that need another one than ``PREFILLS``.
 _PREFILLS = {
     specs.DECODES_ON_TWO_RANKS: specs.PREFILLS_ON_TWO_RANKS,
+    specs.DECODES_PAGES: specs.PREFILLS_PAGES,
     specs.MTP_DECODES: specs.MTP_PREFILLS,
     specs.MTP_PAGES_DECODES: specs.MTP_PAGES_PREFILLS,
     specs.STATES_DECODES: specs.STATES_PREFILLS,
@@ -103,7 +104,7 @@ def test_what_a_decode_server_shares_is_what_the_harness_computes(
 @pytest.mark.parametrize(
     "spec",
     [
-        *(specs.MTP_DECODES, specs.MTP_PAGES_DECODES, specs.STATES_DECODES),
+        *(specs.DECODES_PAGES, specs.MTP_DECODES, specs.MTP_PAGES_DECODES, specs.STATES_DECODES),
         pytest.param(specs.GROUPS_DECODES, marks=specs.FEW_CORES),
         pytest.param(specs.MTP_GROUPS_DECODES, marks=specs.FEW_CORES),
     ],
@@ -111,15 +112,16 @@ def test_what_a_decode_server_shares_is_what_the_harness_computes(
 def test_decode_servers_of_other_models_share(
     servers: ServerPool, folder: Path, spec: specs.ServerSpec
 ) -> None:
-    """They speculate, or run groups of DP attention, or both. Prompts' KV, a draft layer's too, comes from
+    """They have pages, speculate, or run groups of DP attention. Prompts' KV, a draft layer's too, comes from
     the prefill server. So do a hybrid model's states."""
     pair = Pair(servers, folder, spec)
     loop = Loop(servers.model(spec.model), spec.model)
     todo = letters(9)
     responses = pair.respond(todo, 400, **TO_THE_END)
-    least = 30 if spec in (specs.MTP_PAGES_DECODES, specs.GROUPS_DECODES) else 100
+    few = specs.DECODES_PAGES, specs.MTP_PAGES_DECODES, specs.GROUPS_DECODES
+    least = 30 if spec in few else 100
     retracts = "SGLANG_TEST_RETRACT" in dict(spec.env)
-    speculates = spec != specs.GROUPS_DECODES
+    speculates = any("--speculative" in word for word in spec.flags)
     seen = [one["totals"] for one in reports(pair.decode)]
     assert all(totals["blocks_shared"] > 0 == totals["blocks_missed"] for totals in seen)
     assert sum(totals["blocks_shared"] for totals in seen) >= least

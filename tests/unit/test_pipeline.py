@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
+from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.sharing.request import record_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eviction.rows import everything_comes_back as everything_comes_back
@@ -383,6 +384,8 @@ def test_retractions_raise_the_reserve_and_output_lowers_it() -> None:
     lowered = controller.promise().ahead
     assert lowered < start
     world.retract(req)
+    assert controller.promise().ahead == lowered, "for a pause, or for another request's priority"
+    hooks._after_retracted(controller, ([req], 0.5, []), None)  # type: ignore[arg-type]
     assert controller.promise().ahead > lowered
     controller.flushed()
     assert controller.promise().ahead == start

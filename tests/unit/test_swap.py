@@ -124,24 +124,43 @@ def test_what_the_host_has_is_bounded_and_given_back() -> None:
     assert swapped_of(req) is None and swap.num_bytes == 0, "a flush may change the weights"
 
 
-def test_a_pause_copies_nothing_and_teaches_nothing() -> None:
+def test_a_pause_copies_nothing() -> None:
     """What SGLang retracts for a pause is computed again: the weights may change. Earlier copies go, too."""
     world, req = started(SETUPS[0])
     swap: Any = world.allocator.swap
     controller = world.controller
     world.retract(req)
     assert swap.num_bytes > 0
-    reserved = controller.shortage.headroom.ahead
     other = world.start("other", first=100)
     with controller.pausing():
         assert swap.num_bytes == 0 and swapped_of(req) is None
         world.retract(other)
         assert swapped_of(other) is None
-    assert controller.shortage.headroom.ahead == reserved
     assert controller.stats.requests_swapped == 1
     admitted(world, other)
     world.retract(other)
     assert swapped_of(other) is not None
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_a_decode_server_copies_shared_pages_slot_by_slot(core: str) -> None:
+    """SGLang's host pool would copy the page of each page's first slot."""
+    setup = Setup(page=4, block=4, slots=160, core=core, when="always")
+    world, req = started(setup, 0, Pair(8, 26))
+    tree: Any = world.tree
+    row = world.row(req)
+    assert len({slot // 4 for slot in row[8:12].tolist()}) > 1, "a page names slots of several"
+    before, _ = what_is_read(world, req)
+    backup = tree.backup_kv_cache(req)
+    assert backup.cpu_tensors is not None and backup.host_indices is None
+    slots = np.unique(row)
+    world.write(slots, [1] * len(slots))
+    assert (what_is_read(world, req)[0] == 1).all()
+    tree.restore_kv_cache(req, backup)
+    assert what_is_read(world, req)[0].tolist() == before.tolist()
+    tree.discard_kv_cache_backup(backup)
+    world.abort(req)
+    world.assert_empty()
 
 
 def test_a_request_that_sglang_ends_is_not_copied() -> None:
