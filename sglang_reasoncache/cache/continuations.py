@@ -12,9 +12,10 @@ its tokens."""
 
 from __future__ import annotations
 
+import collections
 import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ _LEAST_EVICTED = 8
 #: hostile client must not make look-ups slow.
 LEAST_TOKENS = 16
 MOST_ALIKE = 16
+#: Of the places where a prompt could leave a path, or a continuation, so many are followed, the last ones.
+_MOST_FOLLOWED = 64
 #: Takes away one reference for each of ``slots``, of which ``known`` is known (:class:`Continuation`), and
 #: frees ``ending``, if it is not None. Returns how many slots became free.
 Free = Callable[[torch.Tensor, np.ndarray, torch.Tensor | None], int]
@@ -114,11 +117,19 @@ class Continuations:
         longest = found
         hashed = 0
         digest = _new_digest()
+        # A hostile client must not make look-ups slow: each token is hashed once, and of many paths the longest
+        # are followed.
+        followed: collections.deque[Sequence[Continuation]] = collections.deque(
+            maxlen=_MOST_FOLLOWED
+        )
         for start, by_digest in roots.beginning(tokens, held):
-            # Each token is hashed once, however many starts a hostile client made.
             digest.update(tokens[hashed:start].tobytes())
             hashed = start
-            parts = self._along(by_digest.get(digest.digest(), ()), tokens, exact)
+            alike = by_digest.get(digest.digest())
+            if alike is not None:
+                followed.append(alike)
+        for alike in followed:
+            parts = self._along(alike, tokens, exact)
             if parts and parts[-1].end > longest:
                 best = parts
                 longest = parts[-1].end
@@ -148,7 +159,7 @@ class Continuations:
                 for _, by_digest in longest.node.children.beginning(tokens, longest.end)
                 for alike in by_digest.values()
                 for each in alike
-            ]
+            ][-_MOST_FOLLOWED:]
         return best
 
     # -- change ----------------------------------------------------------------------
@@ -187,7 +198,7 @@ class Continuations:
         parent = next((node for node, _ in reversed(parts) if node.start < start), None)
         path = Path(_namespace(key), _digest(tokens[:start]), node)
         # A page that siblings lent each other stays lent, whoever borrows it.
-        is_lent = np.isin(borrowed // self._page, list(self.lent))
+        is_lent = self.lent.has(borrowed // self._page)
         made = Continuation(
             path if parent is None else parent,
             start,
@@ -214,15 +225,14 @@ class Continuations:
             return False
         if parent is not None and extends:
             owned = parent.owned
-            before = Counter(parent.lent.tolist())
+            before = parent.lent
             borrowed_before = parent.borrowed
             passed = parent.extend(made)
             self.borrowed += parent.borrowed - borrowed_before
             if release is not None:
                 release(passed)
             self._pinned += parent.owned - owned
-            added = Counter(parent.lent.tolist()) - before
-            self.lent.add(added.elements(), references, pinned=True)
+            self.lent.add(_added(before, parent.lent), references, pinned=True)
         else:
             if parent is None:
                 self._roots[path.namespace] = branches
@@ -231,7 +241,7 @@ class Continuations:
             self._free += made.owned
             self.evictable_endings += _size(ending)
             self.borrowed += made.borrowed
-            self.lent.add(made.lent.tolist(), references, pinned=False)
+            self.lent.add(made.lent, references, pinned=False)
         self._positions += len(made)
         for each in and_parents(parent):
             self._used.move_to_end(each)
@@ -252,7 +262,7 @@ class Continuations:
             if not node.pins:
                 self._free -= node.owned
                 self._pinned += node.owned
-                self.lent.pin(node.lent.tolist(), True)
+                self.lent.pin(node.lent, True)
             node.pins += 1
         return self._read_ending(parts[-1].node, 1)
 
@@ -277,15 +287,17 @@ class Continuations:
             if not node.pins:
                 self._free += node.owned
                 self._pinned -= node.owned
-                self.lent.pin(node.lent.tolist(), False)
+                self.lent.pin(node.lent, False)
 
     def evict(self, wanted: int, free: Free) -> int:
         """Free at least ``wanted`` slots, or all that are evictable. Returns how many. The last tokens of the
         least recently used continuation go first."""
         freed = 0
-        while freed < wanted and self.evictable:
-            node = next(each for each in self._used if not each.pins)
-            freed += self._shorten(node, wanted - freed, free)
+        for node in list(self._used):
+            while freed < wanted and node in self._used and not node.pins:
+                freed += self._shorten(node, wanted - freed, free)
+            if freed >= wanted or not self.evictable:
+                break
         return freed
 
     def evict_endings(self, wanted: int, free: Free) -> int:
@@ -294,27 +306,36 @@ class Continuations:
         many slots became free: a continuation without its ending serves nobody, unless others go on with it."""
         freed = 0
         left = max(self.evictable_endings - wanted, 0)
-        while self.evictable_endings > left:
-            newest = next(
-                each for each in self._used if each.ending is not None and not each.readers
-            )
-            node = [
-                each for each in and_parents(newest) if each.ending is not None and not each.readers
-            ][-1]
-            if node.pins or node.children:
-                freed += free(node.slots[:0], node.known[:0], self._take_ending(node))
-            else:
-                freed += self._shorten(node, len(node), free)
+        for newest in list(self._used):
+            if self.evictable_endings <= left:
+                break
+            if newest.ending is None or newest.readers:
+                continue
+            for node in reversed(list(and_parents(newest))):
+                if self.evictable_endings <= left:
+                    break
+                if node.ending is None or node.readers:
+                    continue
+                if node.pins or node.children:
+                    freed += free(node.slots[:0], node.known[:0], self._take_ending(node))
+                else:
+                    freed += self._shorten(node, len(node), free)
         return freed
 
-    def drop(self, is_there: Callable[[Any], bool], free: Free) -> int:
+    def drop(self, is_there: Callable[[Any], bool], free: Free, *, borrowing: bool = False) -> int:
         """Free the continuations whose path the tree evicted. Returns how many slots became free.
 
-        ``is_there``: whether the tree has the path that ends in a node.
+        Args:
+            is_there: Whether the tree has the path that ends in a node.
+            borrowing: Look only at those that borrow pages, or with which such a one goes on.
         """
+        looked_at: Iterable[Continuation] = self._used
+        if borrowing:
+            roots = ([*and_parents(node)][-1] for node in self._used if node.borrowed)
+            looked_at = dict.fromkeys(roots)
         gone = [
             node
-            for node in self._used
+            for node in looked_at
             if node.path is not None and not node.pins and not is_there(node.path.node)
         ]
         freed = 0
@@ -349,7 +370,7 @@ class Continuations:
         self.borrowed += node.borrowed
         self._free -= owned - node.owned
         self._positions -= len(known)
-        self.lent.remove(lent[len(node.lent) :].tolist())
+        self.lent.remove(lent[len(node.lent) :])
         if not kept:
             self._remove(node)
         return free(slots, known, self._take_ending(node))
@@ -372,6 +393,14 @@ class Continuations:
 
 def _size(ending: torch.Tensor | None) -> int:
     return 0 if ending is None else len(ending)
+
+
+def _added(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """What ``after`` has more often than ``before``, as often as that. All int64 ``[n]``."""
+    values, counts = np.unique(after, return_counts=True)
+    had, times = np.unique(before, return_counts=True)
+    counts[np.isin(values, had)] -= times[np.isin(had, values)]
+    return np.repeat(values, np.maximum(counts, 0))
 
 
 def _up_to(parts: Sequence[Part], end: int) -> list[Part]:

@@ -7,8 +7,11 @@ else names it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum, auto
+
+import numpy as np
 
 
 class Holder(Enum):
@@ -22,22 +25,6 @@ class Holder(Enum):
     NOBODY = auto()
 
 
-class _Page:
-    """``references``: see :class:`PageReferences`. ``entries``: how many of these are positions of
-    continuations; ``pinned``: how many of these are positions of continuations that running requests read."""
-
-    def __init__(self, references: int) -> None:
-        self.references = references
-        self.entries = 0
-        self.pinned = 0
-
-    @property
-    def holder(self) -> Holder:
-        if self.pinned:
-            return Holder.PINNED
-        return Holder.ROW if self.references > self.entries else Holder.NOBODY
-
-
 class LentPages:
     """The pages of continuations that others name, or named.
 
@@ -47,54 +34,81 @@ class LentPages:
 
     def __init__(self) -> None:
         self.held = dict.fromkeys(Holder, 0)
-        self._pages: dict[int, _Page] = {}
+        # For each page, int32 ``[pages]``: its references (:class:`PageReferences`); how many of these are
+        # entries of continuations, 0 if the page is not here; how many of these are entries of continuations
+        # that running requests read.
+        self._references, self._entries, self._pinned = np.zeros((3, 0), dtype=np.int32)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._pages)
+    def has(self, pages: np.ndarray) -> np.ndarray:
+        """Which of ``pages``, int64 ``[n]``, are here: bool ``[n]``."""
+        there = pages < len(self._entries)
+        there[there] = self._entries[pages[there]] > 0
+        return there
 
-    def __contains__(self, page: int) -> bool:
-        return page in self._pages
+    def __len__(self) -> int:
+        return sum(self.held.values())
 
-    def add(self, pages: Iterable[int], references: Mapping[int, int], pinned: bool) -> None:
-        """A continuation names ``pages``, once for each occurrence. ``references``: page -> number of
-        references, if it is not 1. ``pinned``: whether a running request reads it."""
-        for number in pages:
-            page = self._pages.get(number)
-            if page is None:
-                page = self._pages[number] = _Page(references.get(number, 1))
-            else:
-                self.held[page.holder] -= 1
-            page.entries += 1
-            page.pinned += pinned
-            self.held[page.holder] += 1
+    def add(self, pages: np.ndarray, references: Mapping[int, int], pinned: bool) -> None:
+        """A continuation names ``pages``, int64 ``[n]``, once for each occurrence. ``references``: page ->
+        number of references, if it is not 1. ``pinned``: whether a running request reads it."""
+        if not len(pages):
+            return
+        pages, counts = np.unique(pages, return_counts=True)
+        self._reserve(int(pages[-1]) + 1)
+        new = pages[self._entries[pages] == 0]
+        self._references[new] = [references.get(page, 1) for page in new.tolist()]
+        with self._changing(pages):
+            self._entries[pages] += counts.astype(np.int32)
+            self._pinned[pages] += pinned * counts.astype(np.int32)
 
-    def remove(self, pages: Iterable[int], pinned: bool = False) -> None:
-        """A continuation no longer names ``pages``. Its references are taken away next."""
-        for number in pages:
-            page = self._pages[number]
-            self.held[page.holder] -= 1
-            page.entries -= 1
-            page.pinned -= pinned
-            if page.entries:
-                self.held[page.holder] += 1
-            else:
-                del self._pages[number]
+    def remove(self, pages: np.ndarray, pinned: bool = False) -> None:
+        """A continuation no longer names ``pages``, int64 ``[n]``. Its references are taken away next."""
+        pages, counts = np.unique(pages, return_counts=True)
+        with self._changing(pages):
+            self._entries[pages] -= counts.astype(np.int32)
+            self._pinned[pages] -= pinned * counts.astype(np.int32)
 
-    def pin(self, pages: Iterable[int], yes: bool) -> None:
-        """Running requests begin to read a continuation that names ``pages``, or no longer do so."""
-        for number in pages:
-            page = self._pages[number]
-            self.held[page.holder] -= 1
-            page.pinned += 1 if yes else -1
-            self.held[page.holder] += 1
+    def pin(self, pages: np.ndarray, yes: bool) -> None:
+        """Running requests begin to read a continuation that names ``pages``, int64 ``[n]``, or no longer do
+        so."""
+        if not len(pages):
+            return
+        pages, counts = np.unique(pages, return_counts=True)
+        with self._changing(pages):
+            self._pinned[pages] += (1 if yes else -1) * counts.astype(np.int32)
 
     def recount(self, counts: Mapping[int, int]) -> None:
         """The numbers of references of some pages have changed. ``counts``: page -> new number."""
-        if not self._pages:
+        if not len(self) or not counts:
             return
-        for number, references in counts.items():
-            page = self._pages.get(number)
-            if page is not None:
-                self.held[page.holder] -= 1
-                page.references = references
-                self.held[page.holder] += 1
+        pages = np.fromiter(counts, dtype=np.int64, count=len(counts))
+        new = np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
+        there = self.has(pages)
+        pages = pages[there]
+        with self._changing(pages):
+            self._references[pages] = new[there]
+
+    def _reserve(self, size: int) -> None:
+        missing = size - len(self._entries)
+        if missing > 0:
+            # Twice as much as before at least, so that all growth takes time proportional to the last size.
+            more = np.zeros((3, max(missing, len(self._entries))), dtype=np.int32)
+            both = np.concatenate(((self._references, self._entries, self._pinned), more), axis=1)
+            self._references, self._entries, self._pinned = both
+
+    @contextmanager
+    def _changing(self, pages: np.ndarray) -> Iterator[None]:
+        """Keep :attr:`held` right while ``pages``, without repeats, change."""
+        self._tally(pages, -1)
+        yield
+        self._tally(pages, 1)
+
+    def _tally(self, pages: np.ndarray, sign: int) -> None:
+        entries = self._entries[pages]
+        there = entries > 0
+        pinned = there & (self._pinned[pages] > 0)
+        of_rows = there & ~pinned & (self._references[pages] > entries)
+        counts = [int(np.count_nonzero(each)) for each in (there, pinned, of_rows)]
+        self.held[Holder.PINNED] += sign * counts[1]
+        self.held[Holder.ROW] += sign * counts[2]
+        self.held[Holder.NOBODY] += sign * (counts[0] - counts[1] - counts[2])

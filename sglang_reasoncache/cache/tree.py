@@ -415,7 +415,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _free_values(self, *freed: Any) -> None:
         if self._continuations.borrowed:
             # What goes on with the nodes that are freed may name their slots.
-            self._freed_before += self._continuations.drop(self._is_cached, self._free_continued)
+            self._freed_before += self._continuations.drop(
+                self._is_cached, self._free_continued, borrowing=True
+            )
         with self._freed.of_nodes():
             super()._free_values(*freed)
 

@@ -98,6 +98,8 @@ class FilterProcess:
         self._unsent = bytearray(self._setup)
         self._unread = bytearray()
         self._replies: collections.deque[Reply] = collections.deque()
+        # How many results of the oldest reply were taken.
+        self._taken_of_reply = 0
         self.outstanding = 0
         self._steps_taken = 0
 
@@ -155,17 +157,22 @@ class FilterProcess:
         return -1 if self._failure else len(self._replies)
 
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
-        """Results of up to ``limit`` replies, in the order in which the steps ended. Takes no further reply
-        once there are ``max_pairs`` pairs or more."""
+        """Results of up to ``limit`` replies, in the order in which the steps ended. Takes no further result
+        once there are ``max_pairs`` pairs or more: what a reply has left comes next."""
         taken: list[StepResult] = []
         num_pairs = 0
         while limit > 0 and self._replies and num_pairs < max_pairs:
-            num_shed, results = self._replies.popleft()
-            limit -= 1
-            num_pairs += sum(result.num_pairs for result in results)
-            taken += results
-            self.steps_shed += num_shed
-            self.outstanding -= 1
+            num_shed, results = self._replies[0]
+            while self._taken_of_reply < len(results) and num_pairs < max_pairs:
+                taken.append(results[self._taken_of_reply])
+                num_pairs += taken[-1].num_pairs
+                self._taken_of_reply += 1
+            if self._taken_of_reply == len(results):
+                self._replies.popleft()
+                self._taken_of_reply = 0
+                limit -= 1
+                self.steps_shed += num_shed
+                self.outstanding -= 1
         self._steps_taken += len(taken)
         return taken
 

@@ -25,6 +25,10 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Largest number of blocks in a batch, and of filter replies taken at once. Bounds the time of a poll.
 _MAX_BATCH = 256
+#: How many pairs of the filter are entered, and how many queued blocks are refused, in the time that measuring
+#: one block takes.
+_ENTERED = 2
+_REFUSED = 8
 #: Unless ``at_once``, blocks are measured while more than this fraction of the KV pool is in use. While less is
 #: in use, SGLang will not run out of slots soon.
 _MEASURED_FROM = 0.5
@@ -124,11 +128,16 @@ class BlockPipeline:
                 self._in_flight = None
                 self._judge(batch, measured)
                 done += sum(map(len, batch))
-            elif not self._waiting and not self._collect():
-                break
-            elif not self._launch():
-                # The rules allowed none of the blocks. Count one pair, because checking the rules took time.
-                done += 1
+            elif not self._waiting:
+                entered = self._collect()
+                if not entered:
+                    break
+                done += math.ceil(entered / _ENTERED)
+            else:
+                queued = len(self._waiting)
+                if not self._launch():
+                    # The rules allowed none of the blocks. Checking them took time, too.
+                    done += math.ceil((queued - len(self._waiting)) / _REFUSED)
         if self.at_once:
             self._share(math.inf)
 
@@ -186,8 +195,8 @@ class BlockPipeline:
         self.drop()
         self.threshold.reset()
 
-    def _collect(self) -> bool:
-        """Take blocks from the filter's replies. Returns False if the replies had no result."""
+    def _collect(self) -> int:
+        """Take blocks from the filter's replies. Returns how many pairs and results there were."""
         results = self._tracker.take(_MAX_BATCH, _MAX_BATCH)
         for req, result in results:
             if req is None:
@@ -210,7 +219,7 @@ class BlockPipeline:
                 allowed = [block for block in group if self._allows(block, Stage.PROPOSED)]
                 if allowed:
                     self._waiting.append(allowed)
-        return bool(results)
+        return len(results) + sum(result.num_pairs for _, result in results)
 
     def _enter(self, block: BlockProposal) -> bool:
         """Make the block a candidate of its request if the rules allow that. Returns whether it is one."""

@@ -83,6 +83,15 @@ def wait_until_it_failed(step_filter: FilterProcess) -> None:
         time.sleep(0.01)
 
 
+def wait_until_it_ended(pid: int) -> None:
+    """Also if nobody has asked yet how it ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        deadline = time.monotonic() + 20
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 _TEXT = (
     "one two now here \n\n <think> p x = 1 now \n\n p x = 1 now \n\n p x = 2 now \n\n a b c d \n\n "
     "</think> one two now here \n\n <think> one two now here </think>"
@@ -147,6 +156,18 @@ def test_closed_and_unknown_requests(make: Make) -> None:
     assert (step_filter.ready(), step_filter.outstanding) == (1, 1)
 
 
+def test_a_long_reply_is_taken_in_parts(make: Make) -> None:
+    """So that a poll takes a bounded time, however many steps end at once."""
+    step_filter = make()
+    feed_new(step_filter, _STEP * 7)
+    assert wait_for(step_filter) == 1
+    assert [len(result.pairs) for result in step_filter.take(1, 3)] == [0, 2, 2]
+    assert (step_filter.ready(), step_filter.outstanding) == (1, 1)
+    rest = [step_filter.take(1, 3) for _ in range(3)]
+    assert [[len(result.pairs) for result in part] for part in rest] == [[2, 2], [2, 2], []]
+    assert (step_filter.ready(), step_filter.outstanding) == (0, 0)
+
+
 @pytest.mark.parametrize("hurried", [False, True])
 def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
     step_filter = make(max_pending=10)
@@ -193,7 +214,8 @@ def test_a_process_that_failed_is_started_anew(
         assert step_filter.outstanding == (2 if when == "busy" else 1)
     with caplog.at_level(logging.WARNING):
         step_filter.restart()
-    assert "is started anew" in caplog.text and not psutil.pid_exists(before)
+    assert "is started anew" in caplog.text
+    wait_until_it_ended(before)
     assert (step_filter.outstanding, step_filter.restarts, step_filter.given_up) == (0, 1, False)
     # The new process ignores the tokens of the old request, and compares steps of new requests.
     other = step_filter.open(0, True)
