@@ -66,7 +66,6 @@ def check_windows(pool: Any, args: ServerArgs) -> None:
     if type(pool) is not compat.SWAKVPool:
         return
     for name, given, end in (
-        ("--disaggregation-mode decode", args.disaggregation_mode == "decode", _ONE_POOL),
         ("--speculative-algorithm", compat.speculation(args) is not None, _BESIDE_WINDOWS),
     ):
         if given:

@@ -108,9 +108,11 @@ class PreallocAdmission:
         allocator = queue.token_to_kv_pool_allocator
         short = full_tokens - full_allocatable_tokens
         if 0 < short <= self._surplus:
-            free = allocator.free_size()
-            allocator.reclaim_to(free + min(short, MOST_AT_ONCE), evicts=False)
-            freed = allocator.free_size() - free
+            # Windows may have a pool of their own, from which nothing is reclaimed. A request may take as many
+            # slots of either, so only what both have counts.
+            there = allocator.available_size()
+            allocator.reclaim_to(allocator.free_size() + min(short, MOST_AT_ONCE), evicts=False)
+            freed = allocator.available_size() - there
             full_allocatable_tokens += freed
             self._surplus -= min(freed, self._surplus)
             self._asked_at = -1
@@ -150,7 +152,11 @@ def _has_room_for_copies(queue: PreallocQueue) -> bool:
         pool = queue.token_to_kv_pool_allocator.get_kvcache()
         # SGLang makes no such copy of other pools.
         copies = isinstance(
-            pool, compat.MHATokenToKVPool | compat.MLATokenToKVPool | compat.HybridLinearKVPool
+            pool,
+            compat.MHATokenToKVPool
+            | compat.MLATokenToKVPool
+            | compat.HybridLinearKVPool
+            | compat.SWAKVPool,
         )
         return backup == "cpu_tensor" and copies
     # Windows have a host pool of their own.

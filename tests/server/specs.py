@@ -398,6 +398,26 @@ DECODES_CACHED = _DECODES.having(
 PREFILLS_PAGES = replace(STOCK, name="qwen3", model="qwen3").having(
     *("prefills", PAGE16, _PAIR, "prefill --disable-overlap-schedule"), **_PAIRED
 )
+#: Windows have a pool of their own, of which only the last window is handed over.
+_WINDOWS_PAIRED = {**_PAIRED, **UNCOMPILED, **_plugins("host_tier", "handing_over", "sinks")}
+WINDOWS_PREFILLS = replace(STOCK, name="gpt_oss", model="gpt_oss").having(
+    *("prefills", "--moe-runner-backend triton", PAGED_READS, _PAIR),
+    "prefill --disable-overlap-schedule",
+    **{**_importing("gpt_oss"), **_WINDOWS_PAIRED},
+)
+WINDOWS_DECODES = (
+    at_once("gpt_oss")
+    .having("decodes", _PAIR, "decode", _TENSORS, **{**_WINDOWS_PAIRED, **retracting(90)})
+    .for_long_runs()
+)
+#: In pages SGLang allocates slots in the window pool for that window only.
+WINDOWS_PAGES_PREFILLS = WINDOWS_PREFILLS.having("page16", PAGE16)
+WINDOWS_PAGES_DECODES = (
+    at_once("gpt_oss")
+    .having("page16-decodes", PAGE16, _PAIR, "decode", _POOL)
+    .having("", **{**_WINDOWS_PAIRED, **retracting(90)})
+    .for_long_runs()
+)
 PREFILLS_ON_TWO_RANKS = PREFILLS.having("tp2", "--tp 2", **TWO_CORES)
 DECODES_ON_TWO_RANKS = DECODES_SHORT.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
 

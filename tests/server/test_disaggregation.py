@@ -27,6 +27,8 @@ _PREFILLS = {
     specs.MTP_PAGES_DECODES: specs.MTP_PAGES_PREFILLS,
     specs.STATES_DECODES: specs.STATES_PREFILLS,
     specs.GROUPS_DECODES: specs.GROUPS_PREFILLS,
+    specs.WINDOWS_DECODES: specs.WINDOWS_PREFILLS,
+    specs.WINDOWS_PAGES_DECODES: specs.WINDOWS_PAGES_PREFILLS,
     specs.MTP_GROUPS_DECODES: specs.MTP_PREFILLS,
 }
 
@@ -104,7 +106,14 @@ def test_what_a_decode_server_shares_is_what_the_harness_computes(
 @pytest.mark.parametrize(
     "spec",
     [
-        *(specs.DECODES_PAGES, specs.MTP_DECODES, specs.MTP_PAGES_DECODES, specs.STATES_DECODES),
+        *(
+            specs.WINDOWS_DECODES,
+            specs.WINDOWS_PAGES_DECODES,
+            specs.DECODES_PAGES,
+            specs.MTP_DECODES,
+            specs.MTP_PAGES_DECODES,
+            specs.STATES_DECODES,
+        ),
         pytest.param(specs.GROUPS_DECODES, marks=specs.FEW_CORES),
         pytest.param(specs.MTP_GROUPS_DECODES, marks=specs.FEW_CORES),
     ],
@@ -118,7 +127,10 @@ def test_decode_servers_of_other_models_share(
     loop = Loop(servers.model(spec.model), spec.model)
     todo = letters(9)
     responses = pair.respond(todo, 400, **TO_THE_END)
-    few = specs.DECODES_PAGES, specs.MTP_PAGES_DECODES, specs.GROUPS_DECODES
+    few = (
+        *(specs.DECODES_PAGES, specs.WINDOWS_PAGES_DECODES),
+        *(specs.MTP_PAGES_DECODES, specs.GROUPS_DECODES),
+    )
     least = 30 if spec in few else 100
     retracts = "SGLANG_TEST_RETRACT" in dict(spec.env)
     speculates = any("--speculative" in word for word in spec.flags)

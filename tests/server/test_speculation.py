@@ -118,12 +118,12 @@ def test_a_cached_state_is_that_after_accepted_tokens(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
     """A response goes on behind what is cached of an earlier one: its prompt, and what was computed without
-    sharing up to the last copy of the states. Without speculation, all up to that copy is cached for requests
-    that did not opt out. With it, and without copies, SGLang caches no response whose state is ahead of it."""
+    sharing up to the last copy of the states. With copies, all up to the last one is cached for requests that
+    did not opt out. Without them, SGLang caches no response whose state speculation has taken ahead of it."""
     server = servers.get(spec)
     loop = Loop(servers.model(spec.model), spec.model)
     copied = spec in (specs.STATES_COPIED, *specs.STATES_OVERLAPPED)
-    continues = spec in specs.STATES_OVERLAPPED
+    continues = copied
     beside = Beside(loop, server)
     compared = []
     for text, found in zip(letters(4), together(server, letters(4), 200), strict=True):
