@@ -165,7 +165,7 @@ class ReasonCacheConfig:
         True,
         "Keep what a finished response shared in the prefix cache, for prompts that go on with it. false: only "
         "up to its first shared token. Has no effect, and the log says why, with latent attention whose "
-        "prefills SGLang's kernels run, a policy that evicts, states beside a draft model or a host tier, or "
+        "prefills SGLang's kernels run, a policy that evicts, state layers in some cases (docs/agents.md), or "
         "on a decode server of a PD pair.",
     )
     documents: str = _setting(

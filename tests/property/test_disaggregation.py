@@ -31,6 +31,8 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.plugin import disaggregation
 from tests.property.test_groups import PHRASES, PICK, GroupMachine, RandomMeter, engine_of
 from tests.property.test_memory import explore
+from tests.property.test_states import name_of
+from tests.property.windows import WINDOW, WindowWorld
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Setup, World
 from tests.server.faulty.waiting_reasoncache import wait_for
 
@@ -42,6 +44,12 @@ CASES = [
         Setup(page=4, block=2, slots=164, when="short", need_sort=True, core="rust", decodes=True),
         True,
     ),
+]
+WINDOW_CASES = [
+    (Setup(page=1, block=3, slots=150, when="short", decodes=True), False),
+    (Setup(page=1, block=3, slots=150, core="rust", decodes=True), True),
+    (Setup(page=4, block=2, slots=200, when="short", core="rust", decodes=True), True),
+    (Setup(page=4, block=2, slots=200, decodes=True), False),
 ]
 QUICK_OPERATIONS = 2_400
 BACKUP = "cpu_tensor"
@@ -117,6 +125,10 @@ class Queue(decode.DecodePreallocQueue):
 class PDWorld(World):
     def make_rows(self) -> Any:
         return decode.DecodeReqToTokenPool(self.max_rows, MAX_CONTEXT, self.device, False, 2)
+
+
+class PDWindowWorld(PDWorld, WindowWorld):
+    """A world with a window pool, too."""
 
 
 class DecodeMachine(GroupMachine):
@@ -315,6 +327,41 @@ class DecodeMachine(GroupMachine):
         super().teardown()
 
 
+class WindowDecodeMachine(DecodeMachine):
+    """The same with a window pool, where a slot holds a number that names all tokens up to its own."""
+
+    world: PDWindowWorld
+
+    def __init__(self, setup: Setup, engine: FilterProcess, caches: bool) -> None:
+        super().__init__(setup, engine, caches)
+        self.scheduler.tp_worker.is_hybrid_swa = True
+        self.scheduler.sliding_window_size = WINDOW
+        self.queue.token_to_kv_pool = self.world.both
+
+    def _make_world(self, setup: Setup, **named: Any) -> World:
+        return PDWindowWorld(setup, RandomMeter, no_tree=not self.caches, **named)
+
+    def _names(self, req: Req, first: int, end: int) -> list[int]:
+        return [name_of(req, length) for length in range(first + 1, end + 1)]
+
+    def _compute(self, req: Req, slots: np.ndarray) -> None:
+        super()._compute(req, slots)
+        end = len(self.world.row(req))
+        self.world.write_window(slots, self._names(req, end - len(slots), end))
+
+    def everybody_reads_what_is_theirs(self) -> None:
+        super().everybody_reads_what_is_theirs()
+        world = self.world
+        for req in self.holding():
+            end = req.kv.kv_committed_len
+            expected = self._names(req, max(end - WINDOW, 0), end)
+            assert world.window(world.row(req)[:end]) == expected
+        pool = world.allocator
+        books = world.tree.swa_evictable_size() + world.tree.swa_protected_size()
+        books += pool.swa_available_size() + world.of_requests(self.holding())
+        assert books == world.total, "a window slot is lost"
+
+
 @pytest.fixture
 def decode_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes SGLang take this process for a decode server of one rank."""
@@ -333,8 +380,19 @@ def decode_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.property
-@pytest.mark.parametrize(("setup", "caches"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "setup", "caches"),
+    [
+        *((DecodeMachine, *case) for case in CASES),
+        *(
+            pytest.param(WindowDecodeMachine, *case, marks=pytest.mark.long)
+            for case in WINDOW_CASES
+        ),
+    ],
+    ids=str,
+)
 def test_what_was_admitted_finds_its_slots(
+    kind: type[DecodeMachine],
     setup: Setup,
     caches: bool,
     decode_server: Any,
@@ -344,7 +402,7 @@ def test_what_was_admitted_finds_its_slots(
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
     engine = engine_of(setup)
 
-    class Machine(DecodeMachine):
+    class Machine(kind):  # type: ignore[misc,valid-type]
         """A subclass, so that each setup has its own counters."""
 
         refusals: ClassVar[Counter[str]] = Counter()
