@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
 _FLAG = "--enable-reasoncache"
 
-#: Ends of messages about window pools, whose slots SGLang frees as the window moves on.
-_BESIDE_WINDOWS = "beside layers with sliding windows in a pool of their own"
-_ONE_POOL = (
-    f"{_BESIDE_WINDOWS}; --disable-hybrid-swa-memory puts all layers into one pool, which takes more memory a "
-    "token"
-)
 #: What our kernels require of a layer: a feature's name, its attribute in SGLang's layer, supported values.
 LAYER_ATTRIBUTES = (
     ("cross attention", "is_cross_attention", (False,)),
@@ -61,15 +55,14 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 
 def check_windows(pool: Any, args: ServerArgs) -> None:
-    """Raises CannotShare for a flag that cannot be combined with windows in a pool of their own. Speculation is
-    refused beside windows in the pool of the other layers, too (``plugin/refusals.py``)."""
-    if type(pool) is not compat.SWAKVPool:
-        return
-    for name, given, end in (
-        ("--speculative-algorithm", compat.speculation(args) is not None, _BESIDE_WINDOWS),
-    ):
-        if given:
-            raise CannotShare(f"{_FLAG} does not support {name} {end}")
+    """Raises CannotShare for speculation beside windows in a pool of their own: a draft model may read further
+    back than SGLang keeps them. Speculation is refused beside windows in the pool of the other layers, too
+    (``plugin/refusals.py``)."""
+    if type(pool) is compat.SWAKVPool and compat.speculation(args) is not None:
+        raise CannotShare(
+            f"{_FLAG} does not support --speculative-algorithm beside layers with sliding windows in a pool of "
+            "their own, whose slots SGLang frees as the window moves on"
+        )
 
 
 def check_kind(context: TreeCacheBuildContext) -> None:
