@@ -31,7 +31,8 @@ _MAX_UNSENT = 8 << 20
 # Of the time between two polls, at most this many seconds count as silence: the scheduler may have paused.
 _LONGEST_PAUSE = 1.0
 _RECEIVE_BYTES = 1 << 18
-#: Tokens of prompts in one feed. Prompts beyond that are not sent, on any rank: their blocks are not read.
+#: Tokens of prompts in the feeds that are not answered yet. Prompts beyond that are not sent, on any rank, and
+#: their blocks are not read. The process takes a second for a million of them.
 _MOST_OF_PROMPTS = 1 << 17
 _NO_TOKENS = array("q")
 
@@ -98,6 +99,8 @@ class FilterProcess:
         self._unsent = bytearray(self._setup)
         self._unread = bytearray()
         self._replies: collections.deque[Reply] = collections.deque()
+        # For each feed whose reply was not taken: its tokens of prompts. As on all other ranks.
+        self._of_prompts: collections.deque[int] = collections.deque()
         # How many results of the oldest reply were taken.
         self._taken_of_reply = 0
         self.outstanding = 0
@@ -109,12 +112,17 @@ class FilterProcess:
         ``start_position``: position of the first output token. ``inside``: whether the output begins in
         reasoning. ``prompt``: the prompt's tokens if blocks of the output may read them. Typecode ``q``.
         """
-        if len(prompt) > _MOST_OF_PROMPTS - sum(len(others) for *_, others in self._opened):
+        if len(prompt) > _MOST_OF_PROMPTS - sum(self._of_prompts) - self._opened_prompts:
             prompt = _NO_TOKENS
         request = self._next_request
         self._next_request += 1
         self._opened.append((request, start_position, inside, prompt))
         return request
+
+    @property
+    def _opened_prompts(self) -> int:
+        """Tokens of the prompts that the next feed sends."""
+        return sum(len(prompt) for *_, prompt in self._opened)
 
     def join(self, request: int, group: int) -> None:
         """Make an open request a member of ``group`` (requests with the same prompt). From the next feed on,
@@ -139,6 +147,7 @@ class FilterProcess:
             tokens=tokens.tolist(),
         )
         self._unsent += pickle.dumps(tuple(feed))
+        self._of_prompts.append(self._opened_prompts)
         self._opened = []
         self._joined = []
         self._closed = []
@@ -173,6 +182,7 @@ class FilterProcess:
                 limit -= 1
                 self.steps_shed += num_shed
                 self.outstanding -= 1
+                self._of_prompts.popleft()
         self._steps_taken += len(taken)
         return taken
 

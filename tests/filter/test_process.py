@@ -168,6 +168,21 @@ def test_a_long_reply_is_taken_in_parts(make: Make) -> None:
     assert (step_filter.ready(), step_filter.outstanding) == (0, 0)
 
 
+def test_prompts_wait_for_answers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is behind gets no more prompts to index, however many requests arrive."""
+    monkeypatch.setattr(process, "_MOST_OF_PROMPTS", 100)
+    step_filter = make()
+    prompt = array("q", range(60))
+    sent = []
+    for _ in range(2):
+        for _ in range(2):
+            step_filter.open(0, True, prompt)
+            sent += [len(prompt) for *_, prompt in step_filter._opened]
+            feed(step_filter, [])
+        take_all(step_filter)
+    assert sent == [60, 0, 60, 0]
+
+
 @pytest.mark.parametrize("hurried", [False, True])
 def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
     step_filter = make(max_pending=10)
