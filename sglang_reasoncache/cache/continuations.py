@@ -294,7 +294,7 @@ class Continuations:
         least recently used continuation go first."""
         freed = 0
         for node in list(self._used):
-            while freed < wanted and node in self._used and not node.pins:
+            while freed < wanted and self.evictable and node in self._used and not node.pins:
                 freed += self._shorten(node, wanted - freed, free)
             if freed >= wanted or not self.evictable:
                 break

@@ -7,6 +7,7 @@ would record is recorded when a request gets its slots."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.carriers import COPIED
-from sglang_reasoncache.compat.types import ReqToTokenPool, Request
+from sglang_reasoncache.compat.types import KVPool, ReqToTokenPool, Request
 from sglang_reasoncache.device.upload import upload
 
 
@@ -24,10 +25,12 @@ class Copied(NamedTuple):
     Attributes:
         cached_at: The position that each key was rotated for, int32 ``[positions]`` in host memory.
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate.
+        drafts: The KV of each draft model, if SGLang's copy does not have it: its copies as tensors do not.
     """
 
     cached_at: torch.Tensor
     first_shared: int
+    drafts: list[Any]
 
 
 class Handover:
@@ -37,12 +40,20 @@ class Handover:
         rows: SGLang's pool of rows.
         cached_at: The cached positions of all slots.
         stream: See :meth:`CachedPositions.record`.
+        draft_pools: The pools of draft models, whose KV is in slots of the same numbers.
     """
 
-    def __init__(self, rows: ReqToTokenPool, cached_at: CachedPositions, stream: Any) -> None:
+    def __init__(
+        self,
+        rows: ReqToTokenPool,
+        cached_at: CachedPositions,
+        stream: Any,
+        draft_pools: Sequence[KVPool] = (),
+    ) -> None:
         self._rows = rows
         self._cached_at = cached_at
         self._stream = stream
+        self._draft_pools = draft_pools
 
     def retracted(self, req: Request, row: HostRow) -> None:
         """Note what SGLang's copy of ``req`` lacks. Called when the row is freed, before a forward rewrites it.
@@ -52,7 +63,9 @@ class Handover:
             # SGLang copies all positions whose KV is computed: all but that of the last token.
             end = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
             slots = self._slots(req, 0, end)
-            copied = Copied(self._cached_at.positions[slots].cpu(), row.first_shared)
+            in_tensors = req.kv.retraction_backup.cpu_tensors is not None
+            drafts = [pool.get_cpu_copy(slots) for pool in self._draft_pools if in_tensors]
+            copied = Copied(self._cached_at.positions[slots].cpu(), row.first_shared, drafts)
         setattr(req, COPIED, copied)
 
     def allocated(self, req: Request) -> int | None:
@@ -67,6 +80,10 @@ class Handover:
             positions = torch.arange(start, end, device=slots.device)
         else:
             positions = upload(copied.cached_at[start:end].numpy(), slots.device)
+            # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree has.
+            whole = torch.cat((slots.new_zeros(start), slots))
+            for pool, tensors in zip(self._draft_pools, copied.drafts, strict=False):
+                pool.load_cpu_copy(tensors, whole)
         self._cached_at.record(slots, positions, self._stream)
         return None if copied is None else copied.first_shared
 

@@ -452,10 +452,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def backup_kv_cache(self, req: Request) -> Any:
         """Copy a request that is being retracted on the decode server of a PD pair. SGLang's host pool copies
         pages of slots, the first slot of a page of positions standing for all. Positions that share may name
-        slots of several pages, so such a row is copied slot by slot, into tensors, as by the other backup."""
+        slots of several pages, so such a row is copied slot by slot, into tensors, as by the other backup. None
+        if that fails: SGLang then ends the request."""
         if self.page_size == 1 or self._host_row(req.kv).first_shared is None:
             return super().backup_kv_cache(req)
-        req.offload_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator)
+        with self.owner.contained_alone():
+            req.offload_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator)
         return req.kv.retraction_backup
 
     def restore_kv_cache(self, req: Request, backup: Any) -> None:

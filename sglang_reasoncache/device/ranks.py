@@ -15,9 +15,9 @@ class RankFailed(BaseException):
 
 
 class RanksTorn(Exception):
-    """This rank failed to do what all ranks had agreed to do, so its block tables or free slots differ from the
-    others'. ``Containment`` lets this exception end the scheduler: the ranks would compute different tokens, or
-    wait for each other forever."""
+    """This rank failed to do what all ranks had agreed to do, so its block tables or free slots may differ from
+    the others'. ``Containment`` lets this exception end the scheduler: ranks that differ compute different
+    tokens, or wait for each other forever."""
 
 
 class Ranks:
@@ -64,7 +64,7 @@ class Ranks:
         it becomes RanksTorn."""
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             if self.alone:
                 raise
             raise RanksTorn(f"{type(error).__name__}: {error}") from error

@@ -108,11 +108,15 @@ class PreallocAdmission:
         allocator = queue.token_to_kv_pool_allocator
         short = full_tokens - full_allocatable_tokens
         if 0 < short <= self._surplus:
-            # Windows may have a pool of their own, from which nothing is reclaimed. A request may take as many
-            # slots of either, so only what both have counts.
-            there = allocator.available_size()
-            allocator.reclaim_to(allocator.free_size() + min(short, MOST_AT_ONCE), evicts=False)
-            freed = allocator.available_size() - there
+            free = allocator.free_size()
+            # Where windows have a pool of their own and no budget, a request takes as many slots of either
+            # pool, so only what both have counts.
+            counted = (
+                allocator.available_size if swa_allocatable_tokens is None else allocator.free_size
+            )
+            there = counted()
+            allocator.reclaim_to(free + min(short, MOST_AT_ONCE), evicts=False)
+            freed = counted() - there
             full_allocatable_tokens += freed
             self._surplus -= min(freed, self._surplus)
             self._asked_at = -1
@@ -129,11 +133,13 @@ class PreallocAdmission:
 
     def _promised(self, queue: PreallocQueue) -> Promise:
         """What admission may count on, asked once after each decode step. Nothing while a retraction could end
-        a request, because SGLang then has no room for a copy of it."""
+        a request, because SGLang then has no room for a copy of it, and where SGLang's own reserve is all that
+        keeps slots in the window pool."""
         if self._asked_at != self._controller.steps:
             self._asked_at = self._controller.steps
             self._promise = self._controller.promise()
-        return self._promise if _has_room_for_copies(queue) else NOTHING_PROMISED
+        can = _has_room_for_copies(queue) and not _overlooks_windows(queue)
+        return self._promise if can else NOTHING_PROMISED
 
 
 def _without_saved(queue: PreallocQueue, tokens: int | None) -> int | None:
@@ -142,6 +148,17 @@ def _without_saved(queue: PreallocQueue, tokens: int | None) -> int | None:
         return None
     # SGLang's own allocator saves nothing.
     return max(tokens - getattr(queue.token_to_kv_pool_allocator, "saved", 0), 0)
+
+
+def _overlooks_windows(queue: PreallocQueue) -> bool:
+    """Whether SGLang may admit a request for which the window pool has too few slots: it counts cached slots of
+    the other pool, which it can evict, but allocates as many of either. If that fails, the scheduler ends."""
+    allocator = queue.token_to_kv_pool_allocator
+    return (
+        isinstance(allocator.get_kvcache(), compat.SWAKVPool)
+        and allocator.page_size == 1
+        and bool(compat.get_disagg().disaggregation_decode_enable_radix_cache)
+    )
 
 
 def _has_room_for_copies(queue: PreallocQueue) -> bool:

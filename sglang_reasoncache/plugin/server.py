@@ -294,7 +294,7 @@ class ServerParts:
             selection=self._attention.selection,
             continues=continues,
             handover=(
-                Handover(params.req_to_token_pool, self._cached, source.stream)
+                Handover(params.req_to_token_pool, self._cached, source.stream, self._draft_pools)
                 if _decodes_only(args)
                 else None
             ),

@@ -115,7 +115,7 @@ class GroupMachine(RuleBasedStateMachine):
         req.init_next_round_input(world.tree)
         req.extend_end = len(req.full_untruncated_fill_ids)
         req.lock = world.tree.lock(req.last_node)
-        free = world.allocator.available_size() + world.tree.evictable_size()
+        free = world.allocator.free_size() + world.tree.evictable_size()
         if req.extend_end - req.prefix_len + 2 * world.page > free:
             world.tree.unlock(req.lock)
             req.lock = None
@@ -270,10 +270,10 @@ class GroupMachine(RuleBasedStateMachine):
         """Evict from the tree, which must be able to free all slots that it counts as evictable."""
         allocator = self.world.allocator
         tree = self.world.tree
-        before = allocator.available_size()
+        before = allocator.free_size()
         evictable = tree.evictable_size()
         tree.evict(EvictParams(num_tokens=wanted))
-        freed = allocator.available_size() - before
+        freed = allocator.free_size() - before
         assert freed >= min(wanted, evictable) and freed == evictable - tree.evictable_size()
 
     @precondition(lambda self: not self.running)
@@ -334,7 +334,7 @@ class GroupMachine(RuleBasedStateMachine):
         if page == 1:
             assert pipeline.across == sum(readers.values()) - alone
         assert pipeline.redirector.within == sum(map(self._within, self.holding())) >= 0
-        books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
+        books = world.allocator.free_size() + tree.evictable_size() + tree.protected_size()
         assert books + private - world.controller.report.slots_saved == world.total
         slots = (free[:, None] * page + np.arange(page)).ravel()
         world.write(slots, [NOTHING] * len(slots))
@@ -429,7 +429,7 @@ class GroupMachine(RuleBasedStateMachine):
         if sys.exc_info()[0] is None:
             self.everybody_reads_what_is_theirs()
             self.evict(1000)
-            assert self.world.allocator.available_size() == self.world.total
+            assert self.world.allocator.free_size() == self.world.total
 
 
 def named_by(entries: np.ndarray, page: int) -> list[int]:

@@ -25,15 +25,21 @@ RELEASES = compat.version("sglang") != "0.5.22"
 class WindowWorld(World):
     """A ``World`` with one more layer, which has a window and its own pool. ``peers``: slots in that pool."""
 
+    @property
+    def window_slots(self) -> int:
+        """Size of that pool."""
+        return self.setup.slots
+
     def make_allocator(self) -> Any:
         slots = self.setup.slots
+        windowed = self.window_slots
         page = self.page
         same: Any = dict(head_num=1, head_dim=4, dtype=torch.float32, device="cpu")
         layers: Any = dict(swa_attention_layer_ids=[LAYERS], full_attention_layer_ids=[0, 1])
-        self.both = SWAKVPool(size=slots, size_swa=slots, page_size=page, **same, **layers)
+        self.both = SWAKVPool(size=slots, size_swa=windowed, page_size=page, **same, **layers)
         self.both.full_kv_pool = self.pool
         stock = SWATokenToKVPoolAllocator(
-            slots, slots, page, torch.float32, "cpu", self.both, False
+            slots, windowed, page, torch.float32, "cpu", self.both, False
         )
         return shared_allocator_of(stock)
 

@@ -446,7 +446,7 @@ class World:
     def to_have(self) -> int:
         """Number of free slots, plus the number that blocks of the ledger can free by sharing."""
         shareable: int = self.controller.pipeline.ledger.slots
-        return self.allocator.available_size() + shareable
+        return self.allocator.free_size() + shareable
 
     def nodes(self) -> Iterator[tuple[Any, Any]]:
         """All nodes below the root (Python tree core only), each with its full-attention component."""
@@ -528,5 +528,5 @@ class World:
     def assert_empty(self) -> None:
         self.tree.reset()
         self.allocator.clear()
-        assert self.allocator.available_size() == self.total
+        assert self.allocator.free_size() == self.total
         assert self.controller.pipeline.saved == 0
