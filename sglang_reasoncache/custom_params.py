@@ -111,7 +111,7 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     if spans is None:
         return None
     if not isinstance(spans, Sequence) or isinstance(spans, str) or not 1 <= len(spans) <= MOST:
-        got = f"{len(spans)} entries" if isinstance(spans, list) else f"{_brief(spans)}"
+        got = f"{len(spans)} entries" if isinstance(spans, list) else _brief(spans)
         raise ValueError(f"custom_params: {KEY} must be a list of 1 to {MOST} spans, got {got}")
     ends = list[int]()
     for number, span in enumerate(spans):

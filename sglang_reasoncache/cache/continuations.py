@@ -12,9 +12,8 @@ its tokens."""
 
 from __future__ import annotations
 
-import collections
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,9 +118,7 @@ class Continuations:
         digest = _new_digest()
         # A hostile client must not make look-ups slow: each token is hashed once, and of many paths the longest
         # are followed.
-        followed: collections.deque[Sequence[Continuation]] = collections.deque(
-            maxlen=_MOST_FOLLOWED
-        )
+        followed: deque[Sequence[Continuation]] = deque(maxlen=_MOST_FOLLOWED)
         for start, by_digest in roots.beginning(tokens, held):
             digest.update(tokens[hashed:start].tobytes())
             hashed = start

@@ -14,6 +14,7 @@ import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.swap import behind
 from sglang_reasoncache.compat.carriers import COPIED
 from sglang_reasoncache.compat.types import KVPool, ReqToTokenPool, Request
 from sglang_reasoncache.device.upload import upload
@@ -80,10 +81,8 @@ class Handover:
             positions = torch.arange(start, end, device=slots.device)
         else:
             positions = upload(copied.cached_at[start:end].numpy(), slots.device)
-            # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree has.
-            whole = torch.cat((slots.new_zeros(start), slots))
             for pool, tensors in zip(self._draft_pools, copied.drafts, strict=False):
-                pool.load_cpu_copy(tensors, whole)
+                pool.load_cpu_copy(tensors, behind(start, slots))
         self._cached_at.record(slots, positions, self._stream)
         return None if copied is None else copied.first_shared
 

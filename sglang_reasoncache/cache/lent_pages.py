@@ -53,29 +53,27 @@ class LentPages:
         number of references, if it is not 1. ``pinned``: whether a running request reads it."""
         if not len(pages):
             return
-        pages, counts = np.unique(pages, return_counts=True)
+        pages, counts = _counted(pages)
         self._reserve(int(pages[-1]) + 1)
         new = pages[self._entries[pages] == 0]
         self._references[new] = [references.get(page, 1) for page in new.tolist()]
         with self._changing(pages):
-            self._entries[pages] += counts.astype(np.int32)
-            self._pinned[pages] += pinned * counts.astype(np.int32)
+            self._entries[pages] += counts
+            self._pinned[pages] += pinned * counts
 
-    def remove(self, pages: np.ndarray, pinned: bool = False) -> None:
-        """A continuation no longer names ``pages``, int64 ``[n]``. Its references are taken away next."""
-        pages, counts = np.unique(pages, return_counts=True)
+    def remove(self, pages: np.ndarray) -> None:
+        """A continuation that nobody reads no longer names ``pages``, int64 ``[n]``. Its references are taken
+        away next."""
+        pages, counts = _counted(pages)
         with self._changing(pages):
-            self._entries[pages] -= counts.astype(np.int32)
-            self._pinned[pages] -= pinned * counts.astype(np.int32)
+            self._entries[pages] -= counts
 
     def pin(self, pages: np.ndarray, yes: bool) -> None:
         """Running requests begin to read a continuation that names ``pages``, int64 ``[n]``, or no longer do
         so."""
-        if not len(pages):
-            return
-        pages, counts = np.unique(pages, return_counts=True)
+        pages, counts = _counted(pages)
         with self._changing(pages):
-            self._pinned[pages] += (1 if yes else -1) * counts.astype(np.int32)
+            self._pinned[pages] += counts if yes else -counts
 
     def recount(self, counts: Mapping[int, int]) -> None:
         """The numbers of references of some pages have changed. ``counts``: page -> new number."""
@@ -112,3 +110,9 @@ class LentPages:
         self.held[Holder.PINNED] += sign * counts[1]
         self.held[Holder.ROW] += sign * counts[2]
         self.held[Holder.NOBODY] += sign * (counts[0] - counts[1] - counts[2])
+
+
+def _counted(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each of ``pages`` once, ascending, and how often it occurs: int64 and int32 ``[n]``."""
+    once, counts = np.unique(pages, return_counts=True)
+    return once, counts.astype(np.int32)

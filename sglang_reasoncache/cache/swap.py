@@ -237,8 +237,7 @@ class HostSwap:
         slots = restored.slots
         in_window = restored.in_window
         allocator.reads.hold_stream(writes=True)
-        # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
-        whole = torch.cat((slots.new_zeros(held), slots))
+        whole = behind(held, slots)
         for run in swapped.runs:
             if run.end > held:
                 pools = self._pools(allocator)
@@ -246,14 +245,20 @@ class HostSwap:
                     pool.load_cpu_copy(tensors, whole[run.start : run.end])
         if in_window:
             peers = allocator.translate_loc_from_full_to_swa(slots[len(slots) - in_window :])
-            peers = torch.cat((peers.new_zeros(swapped.in_window - in_window), peers))
-            allocator.window_pool.load_cpu_copy(swapped.window, peers)
+            whole_window = behind(swapped.in_window - in_window, peers)
+            allocator.window_pool.load_cpu_copy(swapped.window, whole_window)
         if swapped.state is not None and req.kv.mamba_pool_idx is not None:
             pool = tree.req_to_token_pool.mamba_pool
             pool.load_cpu_copy(swapped.state, req.kv.mamba_pool_idx.unsqueeze(0))
         if self._cached_at is not None and swapped.cached_at is not None:
             self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
         return True
+
+
+def behind(held: int, slots: torch.Tensor) -> torch.Tensor:
+    """Where to load a copy whose first ``held`` positions the tree holds: to SGLang's padding slot 0, which
+    nobody reads, then ``slots``, int64 ``[n]``."""
+    return torch.cat((slots.new_zeros(held), slots))
 
 
 def computed_length(req: Request) -> int:

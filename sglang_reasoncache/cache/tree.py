@@ -533,7 +533,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if restored is None:
             return 0, req.last_node
         # Slots are missing on all ranks or on none, but a rank may fail to load.
-        if self.owner.on_all(lambda: swap.load(self, swapped, restored, req) or None) is None:
+        if self.owner.on_all(lambda: swap.load(self, swapped, restored, req)) is None:
             self.token_to_kv_pool_allocator.free_restored(restored.slots, restored.in_window)
             return 0, req.last_node
         if swapped.state is not None:

@@ -278,10 +278,9 @@ def _after_retracted(
     and for requests of higher priority, when slots may be free: not by this method."""
     # SGLang ends those that it cannot retract.
     retracted, _, ended = result
-    reqs = [*retracted, *ended]
-    owner.shortage.retracted(
-        (len(req.origin_input_ids) + len(req.output_ids), copied_of(req)) for req in reqs
-    )
+    for req in (*retracted, *ended):
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        owner.shortage.headroom.lost(length, copied_of(req))
 
 
 def _admit_again(processor: Any, yes: bool) -> None:

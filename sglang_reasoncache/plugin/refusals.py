@@ -11,6 +11,8 @@ from sglang_reasoncache.compat.types import ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig
 
 _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count shared slots"
+_NO_HOOKS = "it parses requests where plugins have no hooks"
+_OWN_READS = "it reads what the stock backend prepares, which ours skips"
 _OWN_ROW = "a session keeps its row after the request"
 
 #: Field of SGLang's ServerArgs that excludes this plugin when set (a size: when above 1) -> reason.
@@ -36,8 +38,8 @@ CONFLICTS: Mapping[str, str] = {
     "dllm_algorithm": "a diffusion model rewrites its KV",
     "attn_cp_size": "a request is spread over ranks",
     "enable_prefill_cp": "a request is spread over ranks",
-    "smg_grpc_mode": "it parses requests where plugins have no hooks",
-    "grpc_mode": "it parses requests where plugins have no hooks",
+    "smg_grpc_mode": _NO_HOOKS,
+    "grpc_mode": _NO_HOOKS,
     "use_ray": "plugins are not tested under Ray",
 }
 #: Values of --speculative-algorithm that this plugin supports, in upper case.
@@ -63,8 +65,8 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_two_batch_overlap": "it cuts a batch between two attention backends",
     "enable_mis": "its positions are not those of the row",
     "enable_torch_compile": "our kernels would be traced",
-    "enable_nvidia_megakernel": "it reads what the stock backend prepares, which ours skips",
-    "enable_amd_monokernel": "it reads what the stock backend prepares, which ours skips",
+    "enable_nvidia_megakernel": _OWN_READS,
+    "enable_amd_monokernel": _OWN_READS,
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
 #: Environment variable that excludes corrected keys on CUDA when set -> reason. SGLang itself sets the second
@@ -98,7 +100,7 @@ def check(args: ServerArgs) -> None:
     if algorithm is not None:
         found += _in_speculation(args, algorithm, args.page_size or 1)
     if _is_set(_RUST_SERVER):
-        found.append(f"{_RUST_SERVER} (it parses requests in Rust, where plugins have no hooks)")
+        found.append(f"{_RUST_SERVER} ({_NO_HOOKS})")
     refuse("--enable-reasoncache", found)
     check_page_size(args.page_size or 1)
 

@@ -6,7 +6,6 @@ A server that is short of slots then runs few requests while slots are free. Wit
 many, retracts them, and computes their KV again."""
 
 import math
-from collections.abc import Iterable
 
 #: How many tokens may be lost to retractions, per token of output, while requests wait for slots. Computing a
 #: token of KV again in a prefill costs about 2% of a decode step. At this cost, a loss of 0.3 to 0.5 is within
@@ -95,12 +94,6 @@ class Shortage:
         again = self._admits_again
         self._admits_again = False
         return again
-
-    def retracted(self, reqs: Iterable[tuple[int, int]]) -> None:
-        """Learn from requests that SGLang retracted because slots ran out: for each its length, and of how many
-        positions the host has the KV."""
-        for length, copied in reqs:
-            self.headroom.lost(length, copied)
 
     def decoded(self, tokens: int) -> None:
         """Count a decode step that gave ``tokens`` tokens."""

@@ -414,8 +414,10 @@ WINDOWS_DECODES = (
 WINDOWS_PAGES_PREFILLS = WINDOWS_PREFILLS.having("page16", PAGE16)
 WINDOWS_PAGES_DECODES = (
     at_once("gpt_oss")
-    .having("page16-decodes", PAGE16, _PAIR, "decode", _POOL)
-    .having("", **{**_WINDOWS_PAIRED, **retracting(90)})
+    .having(
+        *("page16-decodes", PAGE16, _PAIR, "decode", _POOL),
+        **{**_WINDOWS_PAIRED, **retracting(90)},
+    )
     .for_long_runs()
 )
 PREFILLS_ON_TWO_RANKS = PREFILLS.having("tp2", "--tp 2", **TWO_CORES)

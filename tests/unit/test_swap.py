@@ -124,18 +124,20 @@ def test_what_the_host_has_is_bounded_and_given_back() -> None:
     assert swapped_of(req) is None and swap.num_bytes == 0, "a flush may change the weights"
 
 
-def test_a_pause_copies_nothing() -> None:
+def test_a_pause_copies_nothing_and_teaches_nothing() -> None:
     """What SGLang retracts for a pause is computed again: the weights may change. Earlier copies go, too."""
     world, req = started(SETUPS[0])
     swap: Any = world.allocator.swap
     controller = world.controller
     world.retract(req)
     assert swap.num_bytes > 0
+    reserved = controller.shortage.headroom.ahead
     other = world.start("other", first=100)
     with controller.pausing():
         assert swap.num_bytes == 0 and swapped_of(req) is None
         world.retract(other)
         assert swapped_of(other) is None
+    assert controller.shortage.headroom.ahead == reserved
     assert controller.stats.requests_swapped == 1
     admitted(world, other)
     world.retract(other)
