@@ -64,6 +64,8 @@ class LentPages:
     def remove(self, pages: np.ndarray) -> None:
         """A continuation that nobody reads no longer names ``pages``, int64 ``[n]``. Its references are taken
         away next."""
+        if not len(pages):
+            return
         pages, counts = _counted(pages)
         with self._changing(pages):
             self._entries[pages] -= counts
@@ -71,6 +73,8 @@ class LentPages:
     def pin(self, pages: np.ndarray, yes: bool) -> None:
         """Running requests begin to read a continuation that names ``pages``, int64 ``[n]``, or no longer do
         so."""
+        if not len(pages):
+            return  # SGLang locks what a waiting request matched at each attempt to admit it.
         pages, counts = _counted(pages)
         with self._changing(pages):
             self._pinned[pages] += counts if yes else -counts
