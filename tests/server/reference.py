@@ -471,7 +471,7 @@ class Replayed:
         start = self._cache.length
         if start < end:
             logits = self._reader.forward(self._cache, self._tokens[start:end])
-            targets = torch.tensor(self._tokens[start + 1 : end + 1])
+            targets = torch.tensor(self._tokens[start + 1 : end + 1], dtype=torch.long)
             log_probs = logits[[0, self._arm.row]].log_softmax(-1)
             self._found.append(log_probs[:, torch.arange(len(targets)), targets])
 

@@ -420,6 +420,29 @@ WINDOWS_PAGES_DECODES = (
     )
     .for_long_runs()
 )
+#: SGLang's own transfer engine, over loopback: threads of the prefill server write into the decode server's pool.
+BOOTSTRAP_PORT = 8998
+_MOONCAKE = "--dtype float32 --disaggregation-transfer-backend mooncake --disaggregation-mode"
+_OVER_TCP = {
+    **{"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_HOST_IP": "127.0.0.1"},
+    **{WAITS: "1", "REASONCACHE_FORK": "", **_plugins("host_tier")},
+}
+MOONCAKE_PREFILLS = STOCK.having(
+    *("mooncake-prefills", _MOONCAKE, "prefill --disable-overlap-schedule"),
+    f"--disaggregation-bootstrap-port {BOOTSTRAP_PORT}",
+    **_OVER_TCP,
+)
+MOONCAKE_DECODES = SHARED.having(
+    *("mooncake-decodes", *EAGER, _MOONCAKE, "decode", _TENSORS),
+    **{**_OVER_TCP, **retracting(90)},
+).for_long_runs()
+#: Prefixes stay cached on the decode server, so the prefill server sends the rest of a prompt only.
+MOONCAKE_DECODES_CACHED = SHARED.having(
+    *("mooncake-cached", *SOON, _MOONCAKE, "decode", _TENSORS),
+    "--disaggregation-decode-enable-radix-cache",
+    "--max-total-tokens 1800 --num-reserved-decode-tokens 32",
+    **_OVER_TCP,
+).for_long_runs()
 PREFILLS_ON_TWO_RANKS = PREFILLS.having("tp2", "--tp 2", **TWO_CORES)
 DECODES_ON_TWO_RANKS = DECODES_SHORT.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
 

@@ -2,16 +2,22 @@
 """Tests the decode server of a PD pair, whose prompts stock SGLang prefills in another server. The KV of
 prompts goes from one to the other in files (``handing_over``). The two servers run at the same time."""
 
+import contextlib
 import functools
 import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
-from eval.serving import ServerProcess
+from eval.serving import ServerProcess, free_port
 from tests.server import specs
 from tests.server.handing_over.handing_over_reasoncache import FAILING, FOLDER
 from tests.server.harness import ServerPool, assert_whole, generate
@@ -30,6 +36,8 @@ _PREFILLS = {
     specs.WINDOWS_DECODES: specs.WINDOWS_PREFILLS,
     specs.WINDOWS_PAGES_DECODES: specs.WINDOWS_PAGES_PREFILLS,
     specs.MTP_GROUPS_DECODES: specs.MTP_PREFILLS,
+    specs.MOONCAKE_DECODES: specs.MOONCAKE_PREFILLS,
+    specs.MOONCAKE_DECODES_CACHED: specs.MOONCAKE_PREFILLS,
 }
 
 
@@ -54,8 +62,9 @@ class Pair:
 
 def ask(server: ServerProcess, text: str, room: int, most: int, **options: Any) -> Any:
     """What a router sends to both servers of a pair."""
-    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": room}
-    return generate(server, text, most, return_logprob=True, **where, **options)
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": specs.BOOTSTRAP_PORT}
+    options |= {**where, "bootstrap_room": room}
+    return generate(server, text, most, return_logprob=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +155,69 @@ def test_decode_servers_of_other_models_share(
         beside.add(text, found)
     beside.check("nothing shared", "keys rotated otherwise")
     assert_whole(pair.decode)
+
+
+@contextlib.contextmanager
+def routing(pair: Pair, log: Path) -> Iterator[httpx.Client]:
+    """SGLang's router in front of a pair, and a client of it."""
+    port = free_port()
+    where = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
+    servers = (
+        "--prefill",
+        pair.prefill.url,
+        str(specs.BOOTSTRAP_PORT),
+        "--decode",
+        pair.decode.url,
+    )
+    command = (sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation")
+    with log.open("w") as file:
+        router = subprocess.Popen((*command, *where, *servers), stdout=file, stderr=file)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
+            for _ in range(120):
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get("/health_generate").status_code == 200:
+                        break
+                assert router.poll() is None, log.read_text()
+                time.sleep(0.5)
+            yield client
+    finally:
+        router.terminate()
+        router.wait(30)
+
+
+@pytest.mark.parametrize("spec", [specs.MOONCAKE_DECODES, specs.MOONCAKE_DECODES_CACHED])
+def test_a_router_and_transfers_of_mooncake_meet_shared_slots(
+    servers: ServerPool, folder: Path, harness: Any, spec: specs.ServerSpec
+) -> None:
+    """SGLang's router sends each request to both servers, and SGLang's own transfer engine moves the KV over
+    loopback: its threads write slots of the decode server while other requests decode, share and are retracted
+    there."""
+    for package in ("mooncake.engine", "sglang_router"):
+        pytest.importorskip(package, exc_type=ImportError)
+    pair = Pair(servers, folder, spec)
+    log = pair.decode.log_size()
+    blocks = 0
+    sampling = {"temperature": 0, "max_new_tokens": 700}
+    with routing(pair, folder / "router.log") as router, ThreadPoolExecutor(12) as pool:
+
+        def ask_router(text: str) -> Any:
+            body = {"text": text, "sampling_params": sampling, "return_logprob": True}
+            answer = router.post("/generate", json={**body, "logprob_start_len": 0})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        # The second round has new prompts and some of the first, which a prefix cache holds.
+        for todo in (prompts(8, seed=5), prompts(4, seed=5) + prompts(8, seed=6)):
+            bodies = [*pool.map(ask_router, todo)]
+            for text, found in zip(todo, told(pair.decode, bodies), strict=True):
+                blocks += len(found["blocks"])
+                if found["blocks"]:
+                    assert_computed(found, harness(text, found))
+                else:
+                    dense = harness(text, found)[0]
+                    assert float((dense - torch.tensor(found["logprobs"])).abs().max()) < 1e-4
+    assert blocks > 16
+    assert report(pair.decode)["totals"]["blocks_missed"] == 0
+    assert_whole(pair.decode, log)

@@ -15,7 +15,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 FOLDER = "REASONCACHE_HANDED_OVER"
 #: On the decode server the transfers of rooms from here on fail.
@@ -25,8 +24,6 @@ FAILING = 1 << 40
 def register() -> None:
     if not os.environ.get(FOLDER):
         return
-    # SGLang waits for the device before it copies retracted requests to the host.
-    torch.cuda.synchronize = lambda *_, **__: None
     from sglang.srt.disaggregation.base import conn
 
     poll = conn.KVPoll

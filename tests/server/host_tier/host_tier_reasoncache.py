@@ -11,6 +11,8 @@ import torch
 
 def register() -> None:
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
+    # SGLang waits for the device before it copies retracted requests of a decode server to the host.
+    torch.cuda.synchronize = lambda *_, **__: None
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # SGLang calls the function ``target`` before it creates the radix cache, which creates the host pool.
@@ -18,7 +20,11 @@ def register() -> None:
     HookRegistry.register(target, _replace, HookType.BEFORE)
 
 
-def _replace(*_: object, **__: object) -> None:
+def _replace(model_runner: Any, *_: object, **__: object) -> None:
+    if model_runner.server_args.disaggregation_transfer_backend == "mooncake":
+        conn: Any = importlib.import_module("sglang.srt.disaggregation.mooncake.conn")
+        # Pinned indices and a CUDA event.
+        conn.MooncakeKVSender.supports_host_tensor_indices = False
     for kind in ("mha", "mla"):
         pools: Any = importlib.import_module(f"sglang.srt.mem_cache.pool_host.{kind}")
         pools.transfer_kv_direct = copy
