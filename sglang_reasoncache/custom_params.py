@@ -212,5 +212,7 @@ def takes_part(req: Request) -> bool:
 
 
 def only_scores(req: Request) -> bool:
-    """Whether a request asks for scores or embeddings of its prompt, not for output."""
-    return bool(req.sampling_params.max_new_tokens == 0)
+    """Whether a request asks for scores or embeddings of its prompt, not for output. Before SGLang generates
+    several responses to a prompt, it computes the prompt without output: for them, not for scores."""
+    params = req.sampling_params
+    return bool(params.max_new_tokens == 0 and (params.n or 1) == 1)

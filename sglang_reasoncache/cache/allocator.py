@@ -6,8 +6,9 @@ page, the page loses a reference. A page without references returns to the free 
 The host knows which slots of a row are shared (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     continuations: Continuations
     #: Whether finished requests become continuations.
     continues = False
+    #: Decode steps read only some pages of rows longer than this. None: they read whole rows.
+    read_whole: int | None = None
     #: Whom this allocator, the prefix tree over it and its prefill budgets ask (:meth:`attach`).
     owner: SlotOwner = NO_OWNER
     #: Keeps the KV of retracted requests in host memory. None: it is computed again.
@@ -62,6 +65,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     budget: type = SharingBudget
     has_window_pool = False
     _release_unreferenced: Callable[[torch.Tensor], None]
+    #: Whether SGLang releases a retracted request now (:meth:`releasing`).
+    _releases = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         #: What is freed now; the tree says so.
@@ -150,6 +155,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         if self.handover is None:
             return
         first = self.owner.once_more(self.handover.allocated, req)
+        self.handover.loaded(req)
         if first is not None:
             self.row_of(req.kv.req_pool_idx).first_shared = first
             self.has_shifted_slots = True
@@ -221,17 +227,30 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return ids[ids >= 0] if self.has_evicted else ids
 
     def evict_to_free_tokens(self, tree_cache: PrefixTree, num_tokens: int) -> bool | None:
-        """Evict cached prefixes until ``num_tokens`` slots are free; :meth:`reclaim_to` frees the rest."""
+        """Evict cached prefixes until ``num_tokens`` slots are free. At page size 1, :meth:`reclaim_to` frees
+        the rest. At others SGLang asks for a page per request, though few need one: so many cached prefixes may
+        go, but what running requests share follows what is needed (:class:`_FreesSlots`)."""
         done: bool | None = super().evict_to_free_tokens(tree_cache, num_tokens)
-        self.reclaim_to(num_tokens)
+        if self.page_size == 1:
+            self.reclaim_to(num_tokens)
         return done
+
+    @contextlib.contextmanager
+    def releasing(self) -> Iterator[None]:
+        """While SGLang releases a retracted request, and asks for slots for many steps ahead: cached prefixes
+        go, but running requests do not share or lose positions for it."""
+        self._releases = True
+        try:
+            yield
+        finally:
+            self._releases = False
 
     def reclaim_to(self, num_tokens: int, *, evicts: bool = True) -> None:
         """Have running requests free slots until ``num_tokens`` slots are free or no more can be freed.
         ``evicts``: whether policies may evict positions if sharing frees too few."""
         short = num_tokens - self.free_size()
         # Nothing is reclaimed inside a free group, because no slot becomes free before the group ends.
-        if short > 0 and self.free_group is None:
+        if short > 0 and self.free_group is None and not self._releases:
             self.owner.reclaim(short, evicts)
 
     @property
@@ -246,6 +265,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         None if there are too few. ``in_window``: how many of the last ones need a slot in the window pool."""
         if self.available_size() < count:
             self.evict_to_free_tokens(tree_cache, count)
+            self.reclaim_to(count)
         slots: torch.Tensor | None = self.alloc(count)
         return slots
 
@@ -281,7 +301,47 @@ class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
 
 class _FreesSlots(_ReferenceCounted):
     """Frees slots that may share pages. At page sizes above 1 positions share slots one by one, but a page
-    becomes free only once no position names any slot of it."""
+    becomes free only once no position names any slot of it. If cached prefixes are not enough, running requests
+    free the pages that an allocation needs, and no more."""
+
+    def check_decode_capacity(
+        self, *, num_tokens: int, tree_cache: PrefixTree, **others: Any
+    ) -> bool:
+        """Whether the next decode step finds its ``num_tokens`` slots, whole pages, in a full and in a window
+        pool."""
+        fits: bool = super().check_decode_capacity(
+            num_tokens=num_tokens, tree_cache=tree_cache, **others
+        )
+        if fits or self.page_size == 1:
+            return fits
+        self.reclaim_to(num_tokens)
+        return bool(self.available_size() >= num_tokens)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        """Allocate whole pages behind ``prefix_lens`` up to ``seq_lens``, int64 ``[requests]``."""
+        page = self.page_size
+        pages = (seq_lens_cpu + page - 1) // page - (prefix_lens_cpu + page - 1) // page
+        self.reclaim_to(int(pages.sum()) * page)
+        return super().alloc_extend(
+            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, *others, **named
+        )
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, *others: Any, **named: Any
+    ) -> Any:
+        """Allocate a slot for each request's last token. ``seq_lens``: int64 ``[requests]``, with it."""
+        page = self.page_size
+        if self.free_size() < len(seq_lens_cpu) * page:
+            self.reclaim_to(int((seq_lens_cpu % page == 1).sum()) * page)
+        return super().alloc_decode(seq_lens, seq_lens_cpu, *others, **named)
 
     def _free_slots(self, slots: torch.Tensor) -> None:
         """Free slots given in any order. A page may occur several times, wholly or in part, so the page loses

@@ -21,20 +21,18 @@ class CachedPositions:
         ``positions``: int ``[num_tokens]`` on the pool's device.
 
         ``stream``: the CUDA stream on which the overlap schedule runs forwards, if a forward that is in flight
-        may still read the old position of a reused slot: positions are then written on this stream. None within
-        a forward, and on a CPU.
+        may still read the old position of a reused slot: positions are then written on this stream, and nothing
+        else waits for that. Who reads them on another stream does so after a later forward. None where forwards
+        run on the current stream, within a forward, and on a CPU.
         """
         if stream is None:
             self.positions[slots.long()] = positions.to(torch.int32)
             return
-        current = torch.cuda.current_stream(slots.device)
-        stream.wait_stream(current)
+        stream.wait_stream(torch.cuda.current_stream(slots.device))
         with torch.cuda.stream(stream):
             self.record(slots, positions)
         for used in (slots, positions):
             used.record_stream(stream)
-        # The current stream waits too: without the overlap schedule, forwards run on the current stream.
-        current.wait_stream(stream)
 
     def record_path(self, slots: torch.Tensor, stream: Any = None) -> None:
         """Record positions 0, 1, ... for ``slots``, int ``[length]``: the slots of a prefix tree path, from the

@@ -81,10 +81,17 @@ class Handover:
             positions = torch.arange(start, end, device=slots.device)
         else:
             positions = upload(copied.cached_at[start:end].numpy(), slots.device)
+            if copied.drafts and self._stream is not None:
+                # The forward in flight may still write slots of a request that ended.
+                torch.cuda.current_stream().wait_stream(self._stream)
             for pool, tensors in zip(self._draft_pools, copied.drafts, strict=False):
                 pool.load_cpu_copy(tensors, behind(start, slots))
         self._cached_at.record(slots, positions, self._stream)
         return None if copied is None else copied.first_shared
+
+    def loaded(self, req: Request) -> None:
+        """Drop what :meth:`allocated` has loaded from host memory."""
+        setattr(req, COPIED, None)
 
     def _slots(self, req: Request, start: int, end: int) -> torch.Tensor:
         return self._rows.req_to_token[req.kv.req_pool_idx, start:end].long()

@@ -11,7 +11,7 @@ copied, too. If sliding-window layers have a KV pool of their own, the last wind
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.states import LastState, take_slot
 from sglang_reasoncache.compat.carriers import SWAPPED
 from sglang_reasoncache.compat.types import KVPool, Request
+from sglang_reasoncache.device.upload import upload
 
 if TYPE_CHECKING:
     from sglang_reasoncache.cache.tree import SharedRadixCache
@@ -124,8 +125,8 @@ class HostSwap:
         #: Whether nothing is copied, because SGLang pauses.
         self.rests = False
         self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
-        # The most bytes that the copy of a slot takes, once a copy was made.
-        self._slot_bytes: int | None = None
+        # The most bytes that a copy of a slot, of a slot in the window pool and of a state takes, once known.
+        self._sizes: dict[str, int] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -175,18 +176,21 @@ class HostSwap:
         ):
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
-        if self._slot_bytes is None:
-            self._slot_bytes = _bytes_of(self._copies(allocator, slots[:1]))
-            # Pinned copies take up to twice as much (:func:`_bytes_of`).
-            self._slot_bytes *= 2 if slots.is_cuda else 1
-        kept_state = (
-            None if state is None else tree.req_to_token_pool.mamba_pool.get_cpu_copy(state.slot)
-        )
-        kept_window = None if window is None else allocator.window_pool.get_cpu_copy(window)
-        wanted = self._slot_bytes * length + _bytes_of(kept_state) + _bytes_of(kept_window)
+        states = tree.req_to_token_pool.mamba_pool if state is not None else None
+        wanted = length * self._size("slot", lambda: self._copies(allocator, slots[:1]))
+        if states is not None and state is not None:
+            wanted += self._size("state", lambda: states.get_cpu_copy(state.slot))
+        if window is not None:
+            first = window[:1]
+            one = self._size("window", lambda: allocator.window_pool.get_cpu_copy(first))
+            wanted += len(window) * one
         if self.num_bytes + wanted > self._limit:
             return None
-        cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
+        if slots.is_cuda and self.num_bytes + wanted + idle_pinned() > 2 * self._limit:
+            # PyTorch keeps freed pinned memory, and uses it again for tensors of a similar size only.
+            torch.accelerator.memory.empty_host_cache()
+        kept_state = None if states is None or state is None else states.get_cpu_copy(state.slot)
+        kept_window = None if window is None else allocator.window_pool.get_cpu_copy(window)
         # Two copies: the tree may still have the first part when the request returns.
         kept = min(req.kv.cache_protected_len, length)
         runs = [
@@ -194,6 +198,8 @@ class HostSwap:
             for start, end in ((0, kept), (kept, length))
             if end > start
         ]
+        # The copies waited for the device, so all positions are recorded.
+        cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
         swapped = Swapped(
             length,
             runs,
@@ -205,6 +211,14 @@ class HostSwap:
         )
         self._there.add(swapped)
         return swapped
+
+    def _size(self, what: str, copy: Callable[[], Any]) -> int:
+        """Most bytes on the host for one ``what``, which is copied to find out, once."""
+        if what not in self._sizes:
+            copied = copy()
+            # Pinned copies take up to twice as much (:func:`_bytes_of`).
+            self._sizes[what] = _bytes_of(copied) * (2 if _is_pinned(copied) else 1)
+        return self._sizes[what]
 
     def _copies(self, allocator: Any, slots: torch.Tensor) -> list[Any]:
         """Of the served model's KV, then of each draft model's."""
@@ -236,7 +250,7 @@ class HostSwap:
         allocator = tree.token_to_kv_pool_allocator
         slots = restored.slots
         in_window = restored.in_window
-        allocator.reads.hold_stream(writes=True)
+        allocator.reads.hold_stream()
         whole = behind(held, slots)
         for run in swapped.runs:
             if run.end > held:
@@ -251,7 +265,7 @@ class HostSwap:
             pool = tree.req_to_token_pool.mamba_pool
             pool.load_cpu_copy(swapped.state, req.kv.mamba_pool_idx.unsqueeze(0))
         if self._cached_at is not None and swapped.cached_at is not None:
-            self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
+            self._cached_at.record(slots, upload(swapped.cached_at[held:].numpy(), slots.device))
         return True
 
 
@@ -266,12 +280,28 @@ def computed_length(req: Request) -> int:
     return len(req.origin_input_ids) + len(req.output_ids) - 1
 
 
-def _bytes_of(tensors: Any) -> int:
+def idle_pinned() -> int:
+    """Bytes of pinned memory that PyTorch keeps and nobody uses, in this process."""
+    stats = torch.cuda.host_memory_stats()
+    return int(stats["allocated_bytes.current"] - stats["active_bytes.current"])
+
+
+def _tensors_of(copies: Any) -> Iterator[torch.Tensor]:
+    if isinstance(copies, torch.Tensor):
+        yield copies
+    elif isinstance(copies, list | tuple):
+        for each in copies:
+            yield from _tensors_of(each)
+
+
+def _is_pinned(copies: Any) -> bool:
+    return any(tensor.nbytes > 0 and tensor.is_pinned() for tensor in _tensors_of(copies))
+
+
+def _bytes_of(copies: Any) -> int:
     """Host memory that copies take. PyTorch puts those of a GPU in pinned memory, whose size is rounded up to a
     power of two."""
-    if isinstance(tensors, torch.Tensor):
-        pinned = tensors.nbytes > 0 and tensors.is_pinned()
-        return 1 << (tensors.nbytes - 1).bit_length() if pinned else tensors.nbytes
-    if isinstance(tensors, list | tuple):
-        return sum(map(_bytes_of, tensors))
-    return 0
+    return sum(
+        1 << (tensor.nbytes - 1).bit_length() if _is_pinned(tensor) else tensor.nbytes
+        for tensor in _tensors_of(copies)
+    )

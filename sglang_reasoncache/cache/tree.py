@@ -168,9 +168,21 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Record in the host's copy of a restored row what is approximate, before publishing puts a node in
         the place of ``Restored``."""
         index = req.kv.req_pool_idx
-        first = _first_shared(req, self._host_row(req.kv))
+        first = self._first_approximate(req, self._host_row(req.kv))
         if first is not None:
             self.token_to_kv_pool_allocator.row_of(index).first_shared = first
+
+    def _first_approximate(self, req: Request, row: HostRow) -> int | None:
+        """The first position whose KV is approximate: it or one before it was redirected, or it was decoded by
+        layers that read some pages only. None if all is exact."""
+        first = _first_shared(req, row)
+        read_whole = self.token_to_kv_pool_allocator.read_whole
+        if read_whole is None or not req.output_ids or not takes_part(req):
+            return first
+        chosen = max(read_whole, len(req.origin_input_ids))
+        if chosen >= len(req.origin_input_ids) + len(req.output_ids):
+            return first
+        return chosen if first is None else min(first, chosen)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
         """The position up to which the row may be published."""
@@ -183,7 +195,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             *row.evicted_from(0)[:1].tolist(),
             # The tree would count a page that another row names as evictable: evicting it would free nothing.
             row.first_in_other_rows(up_to),
-            _first_shared(req, row),
+            self._first_approximate(req, row),
         ]
         if not running and self.token_to_kv_pool_allocator.continues:
             # A page that a continuation names belongs to the continuation.
@@ -210,7 +222,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row = self._host_row(req.kv)
         start = req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
-        first = _first_shared(req, row)
+        first = self._first_approximate(req, row)
         is_plain = prefix is None and first is None and not row.in_other_rows
         if isinstance(req.last_node, Composition | Restored) or is_plain:
             return False
@@ -444,6 +456,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, NOTHING_SHARED)
         if not req.finished():
             self._swap_out(req, row, state, window)
+            if swapped_of(req) is None:
+                # Its prompt is matched again, or computed.
+                setattr(req, CONTINUED, None)
             handover = self.token_to_kv_pool_allocator.handover
             if handover is not None:
                 self.owner.once_more(handover.retracted, req, row)
@@ -510,7 +525,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return
         # All ranks admit the same requests with the same numbers of tokens.
         swapped = self.owner.on_all(
-            lambda: swap.out(self, req, row, _first_shared(req, row), state, window)
+            lambda: swap.out(self, req, row, self._first_approximate(req, row), state, window)
         )
         setattr(req, SWAPPED, swapped)
 
@@ -559,7 +574,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
         """Load evicted nodes of a path from the host. Records each slot's position in the path as its cached
         position: the tree holds exact KV only, so the slot's key was rotated for that position."""
-        self.token_to_kv_pool_allocator.reads.hold_stream()
         loaded: bool = super().load_back(node_id, mem_quota, req=req)
         if loaded:
             self.owner.once_more(self._path_loaded, node_id, req)
@@ -588,7 +602,13 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 self._note_use(params)
         found = super().match_prefix(params)
         swapped = swapped_of(params.req)
-        if swapped is not None and found.device_prefix_len < swapped.length <= len(params.key):
+        # SGLang ends the key of a request that asks for log-probabilities where they begin. They are there: the
+        # request was prefilled before it was retracted.
+        if swapped is not None and swapped.length > computed_length(params.req):
+            # SGLang dropped the tokens behind the prompt.
+            setattr(params.req, SWAPPED, None)
+            swapped = None
+        if swapped is not None and found.device_prefix_len < swapped.length:
             missing = swapped.length - found.device_prefix_len
             return found._replace(
                 host_hit_length=missing,

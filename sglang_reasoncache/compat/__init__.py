@@ -130,6 +130,7 @@ HOOK_TARGETS: dict[str, str] = {
     + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
     "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
     "retracted": "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
+    "release": "sglang.srt.managers.schedule_batch.release_req",
     "pause": "sglang.srt.managers.scheduler.Scheduler.pause_generation",
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",

@@ -240,6 +240,7 @@ class ScheduleBatch(Protocol):
     extend_lens: list[int]
     tree_cache: Any
     seq_lens_cpu: torch.Tensor
+    req_pool_indices: torch.Tensor
     batch_is_full: bool
     device: str
     req_to_token_pool: ReqToTokenPool
@@ -260,6 +261,7 @@ class PreallocQueue(Protocol):
 
     def _active_req_count(self, extra_reserved_reqs: int = 0) -> int: ...
     def _need_space_for_single_req(self, retractable_tokens: int | None = None) -> int: ...
+    def _radix_full_evictable(self) -> int: ...
 
 
 class CacheInitParams(Protocol):

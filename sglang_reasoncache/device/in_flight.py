@@ -27,13 +27,11 @@ class ReadsInFlight:
             self._last = torch.cuda.Event()
             self._last.record(self._stream)
 
-    def hold_stream(self, writes: bool = False) -> None:
-        """Let what is queued next on the current stream wait. ``writes``: also for what the forward in flight
-        may still write into slots of a request that finished or was retracted."""
-        if writes and self._stream is not None:
+    def hold_stream(self) -> None:
+        """Let what is queued next on the current stream wait for the forward in flight. It may still read what
+        was freed, and write into slots of a request that finished or was retracted."""
+        if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        elif self._last is not None:
-            torch.cuda.current_stream().wait_event(self._last)
 
     def hold_host(self) -> None:
         """Wait on the host, before others, whom no stream orders, are told to write into slots."""

@@ -133,6 +133,7 @@ def assemble(
         learns=resolved.learns,
     )
     allocator.attach(controller, swap, continues, handover, stream)
+    allocator.read_whole = None if selection is None else selection.budget
     return controller
 
 

@@ -75,6 +75,7 @@ class Controller:
         self._tokens_a_step = 0
         self._is_active = self.config.is_active
         self._holds = False
+        self._has_beams = False
         with self.containment:
             self.report.publish()
 
@@ -121,7 +122,8 @@ class Controller:
 
     def promise(self) -> Promise:
         """The slots that the blocks of the ledger can free on every rank, and the learned reserve. All ranks
-        call this together. If the plugin is disabled, or off by its settings, admission is SGLang's own."""
+        call this together. If the plugin is disabled, or off by its settings, admission is SGLang's own. So it
+        is while beams run, which SGLang ends if slots are missing, instead of retracting them."""
         least = 0
 
         def ask() -> None:
@@ -130,7 +132,7 @@ class Controller:
 
         if self._is_active and self.report.disabled is None:
             self.containment.together(ask)
-        if not self.learns or self.report.disabled is not None:
+        if not self.learns or self.report.disabled is not None or self._has_beams:
             return NOTHING_PROMISED
         kept = 1.0 - self.config.admission_credit
         return Promise(shareable=least, ahead=self.shortage.headroom.ahead, kept=kept)
@@ -302,6 +304,7 @@ class Controller:
         Hand new tokens to the filter, whose results a later poll takes. Then have policies evict positions."""
         self.pipeline.advance()
         running = [(req, self.records.born(req)) for req in reqs if is_running(req)]
+        self._has_beams = any(req.beam_group is not None for req in reqs)
         logical = 0
         for req, record in running:
             if record.row is None:

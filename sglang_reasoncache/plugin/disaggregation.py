@@ -42,6 +42,8 @@ class PreallocAdmission:
         self._asked_at = -1
         # How many slots of the ledger are worth more than the reserve for output.
         self._surplus = 0
+        # How many slots the request that is checked next must have at once. None: SGLang did not say.
+        self._prompt: int | None = None
 
     def around_budget(
         self,
@@ -66,8 +68,9 @@ class PreallocAdmission:
             promise = self._promised(queue)
             learned = int(promise.reserved(reserved_tokens, active))
             reserved_tokens = max(learned - promise.shareable, 0)
-            # SGLang reserves at least this, so that the longest running request can always finish.
-            least = queue._need_space_for_single_req(retractable_tokens)
+            # SGLang reserves at least this, so that the longest running request can always finish. It is below
+            # 0 where the tokens of the other requests are more than enough.
+            least = max(queue._need_space_for_single_req(retractable_tokens), 0)
             self._surplus = max(promise.shareable - max(learned - least, 0), 0)
         return stock(
             queue,
@@ -89,6 +92,7 @@ class PreallocAdmission:
     ) -> int:
         """How many slots a new request must find: its prompt's and some for its output, and as many as it needs
         to finish if all others are retracted."""
+        self._prompt = allocated_tokens
         reserve = queue.num_reserved_decode_tokens
         learned = int(self._promised(queue).reserved(reserve, 1))
         left = _without_saved(queue, retractable_tokens)
@@ -104,22 +108,31 @@ class PreallocAdmission:
         full_allocatable_tokens: int,
         swa_allocatable_tokens: int | None,
     ) -> bool:
-        """Whether a request fits. If that makes it fit, running requests share first."""
+        """Whether a request fits. If that makes it fit, running requests share first, as much as its prompt
+        lacks: slots of the ledger count for the rest."""
         allocator = queue.token_to_kv_pool_allocator
         short = full_tokens - full_allocatable_tokens
+        prompt, self._prompt = self._prompt, None
         if 0 < short <= self._surplus:
-            free = allocator.free_size()
             # Where windows have a pool of their own and no budget, a request takes as many slots of either
             # pool, so only what both have counts.
             counted = (
                 allocator.available_size if swa_allocatable_tokens is None else allocator.free_size
             )
             there = counted()
-            allocator.reclaim_to(free + min(short, MOST_AT_ONCE), evicts=False)
-            freed = counted() - there
-            full_allocatable_tokens += freed
-            self._surplus -= min(freed, self._surplus)
-            self._asked_at = -1
+            cached = 0
+            if compat.get_disagg().disaggregation_decode_enable_radix_cache:
+                cached = queue._radix_full_evictable()
+            lacking = short if prompt is None else prompt - there - cached
+            freed = 0
+            if lacking > 0:
+                free = allocator.free_size()
+                allocator.reclaim_to(free + min(lacking, MOST_AT_ONCE), evicts=False)
+                freed = counted() - there
+                self._asked_at = -1
+            added = short if freed >= lacking else freed
+            full_allocatable_tokens += added
+            self._surplus -= min(added, self._surplus)
         fits = stock(
             queue,
             full_tokens,

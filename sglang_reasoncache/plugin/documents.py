@@ -42,7 +42,10 @@ def around_generate(
     """Hook around SGLang's ``generate_request``, which every API calls: prefills marked documents first."""
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
-    marked = any(isinstance(each, dict) and _custom(each).get(marks.KEY) for each in alike)
+    marked = any(
+        isinstance(each, dict) and _custom(each).get(marks.KEY) and not _has_beams(each)
+        for each in alike
+    )
     if not isinstance(obj, compat.GenerateReqInput):
         return original(manager, obj, request)
     if marked:
@@ -58,6 +61,11 @@ def _custom(params: dict[str, Any]) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
+def _has_beams(params: dict[str, Any]) -> bool:
+    """Whether a request searches with beams: the scheduler composes no prompt of it."""
+    return params.get("beam_width") not in (None, 1)
+
+
 def _may_compose(obj: Any) -> bool:
     """Whether a request that marks no documents may read some: it has a single prompt without media, and asks
     for output, not for figures of its prompt. A prompt's log-probabilities are asked for separately."""
@@ -67,7 +75,7 @@ def _may_compose(obj: Any) -> bool:
         single = isinstance(obj.text, str)
     else:
         single = isinstance(ids, list) and len(ids) > 0 and isinstance(ids[0], int)
-    if not single or not isinstance(params, dict) or obj.contains_mm_input():
+    if not single or not isinstance(params, dict) or obj.contains_mm_input() or _has_beams(params):
         return False
     exact = (
         "input_embeds",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.swap import copied_of
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
-from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of, takes_part
 from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin import routes
 
@@ -45,6 +45,7 @@ def install() -> None:
     around: dict[str, Callable[..., Any]] = {
         "internal_state": _around_internal_state,
         "pause": _around_pause,
+        "release": _around_release,
         "prealloc_budget": _admission("around_budget"),
         "prealloc_required": _admission("around_required"),
         "prealloc_fits": _admission("around_fits"),
@@ -214,7 +215,11 @@ def _after_prefill(
 
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
-    """Once a prefill has its slots, before its forward, prepare document repairs (``cache/repair.py``)."""
+    """Once a prefill has its slots, before its forward, tell a selection which requests opted out, and prepare
+    document repairs (``cache/repair.py``)."""
+    selection = controller.report.selection
+    if selection is not None:
+        selection.admit(batch.req_pool_indices, [not takes_part(req) for req in batch.reqs])
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.begin(batch):
         controller.containment.together(repairs.prepare, batch, controller.ranks)
@@ -236,6 +241,14 @@ def _around_pause(stock: Callable[[Any, Any], None], scheduler: Any, recv_req: A
         return
     with controller.pausing():
         stock(scheduler, recv_req)
+
+
+def _around_release(stock: Callable[..., bool], **named: Any) -> bool:
+    """SGLang releases a retracted request, and evicts cached prefixes for steps to come."""
+    if _server is None:
+        return stock(**named)
+    with _server.allocator.releasing():
+        return stock(**named)
 
 
 def _after_decode(

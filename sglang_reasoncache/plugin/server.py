@@ -211,7 +211,8 @@ class ServerParts:
     ) -> bool:
         """Whether what finished requests shared stays in the prefix cache. If it cannot, a line in the log says
         why."""
-        if not config.aliased_nodes or not config.shares or tree.disable:
+        approximates = config.shares or config.policies.selector is not None
+        if not config.aliased_nodes or not approximates or tree.disable:
             return False
         # A draft model's KV is in the slots that the request named, as it was when the request read them.
         reasons = {
@@ -250,6 +251,8 @@ class ServerParts:
             queries=self._attention.queries,
             stream=stream if self._cached.positions.is_cuda else None,
         )
+        # Without the overlap schedule forwards run on the stream of the scheduler.
+        forwards = None if compat.get_schedule().disable_overlap_schedule else source.stream
         meter = BlockMeter(
             pool=source.pool,
             rows=source.rows,
@@ -289,12 +292,12 @@ class ServerParts:
             ),
             process=(_filter(resolved, meter, markers, tokenizer) if config.shares else None),
             room=functools.partial(room_of, self.allocator, tree),
-            path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
+            path_loaded=functools.partial(self._cached.record_path, stream=forwards),
             swap=swap,
             selection=self._attention.selection,
             continues=continues,
             handover=(
-                Handover(params.req_to_token_pool, self._cached, source.stream, self._draft_pools)
+                Handover(params.req_to_token_pool, self._cached, forwards, self._draft_pools)
                 if _decodes_only(args)
                 else None
             ),

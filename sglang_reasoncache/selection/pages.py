@@ -11,7 +11,7 @@ step can be captured in a CUDA graph."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache.device.download import Download
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.kernels.page_logits import page_logits
 from sglang_reasoncache.kernels.paged import read_rows
 from sglang_reasoncache.selection.quest import Quest
@@ -35,7 +36,7 @@ class _Rows(NamedTuple):
     places: Tensor  # int64 [batch, pages]: number in the pool of each page in place; -1 of others
     newest: Tensor  # int64 [batch, 1]: the page of each row that is being filled
     always: Tensor  # bool [batch, pages]: pages that every layer reads, but for the newest
-    counted: Tensor  # int64 [batch, pages]: positions of each page, 0 in rows within the budget
+    counted: Tensor  # int64 [batch, pages]: positions of each page, 0 in rows that are read whole
     bounded: (
         Tensor  # int64 [n]: numbers in the pool of pages whose bounds the forward changes, or -1
     )
@@ -86,6 +87,8 @@ class PageSelection:
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error
         self._rows: _Rows | None = None
+        # bool [num_rows]: rows of requests that read everything (:meth:`admit`).
+        self._whole = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         # Of rows beyond the budget: positions held, positions read. Added up over layers and steps.
         self._totals = torch.zeros(2, dtype=torch.int64, device=rows.device)
         self._arriving: Download | None = None
@@ -97,6 +100,11 @@ class PageSelection:
         dtype = torch.bfloat16 if keys.dtype.itemsize == 1 else keys.dtype
         pages = -(-slots // self._page)
         return torch.zeros(pages + 1, heads, 2 * dim, dtype=dtype, device=keys.device)
+
+    @property
+    def budget(self) -> int:
+        """How many positions a layer reads of a row. Shorter rows are read whole."""
+        return self._quest.budget
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +129,12 @@ class PageSelection:
         self._counted = self._arriving.host[0].tolist()
         self._arriving = None
         return self._counted[0] - before[0], self._counted[1] - before[1]
+
+    def admit(self, requests: Tensor, whole: Sequence[bool]) -> None:
+        """Requests are about to be prefilled. ``requests``: int ``[batch]``, index of each request's row.
+        ``whole``: whether every layer reads all of that row, because the request opted out."""
+        flags = upload(whole, self._whole.device, torch.bool)
+        self._whole[requests.long()] = flags
 
     # -- a forward ------------------------------------------------------------------
 
@@ -156,7 +170,7 @@ class PageSelection:
         whole &= (first >= 0) & (first % page == 0)
         places = torch.where(whole, first.long() // page, -1)
         newest = (ends - 1).clamp_min(0) // page
-        within = ends <= self._quest.budget
+        within = (ends <= self._quest.budget) | self._whole[requests.long()][:, None]
         if decodes:
             bounded = places.gather(1, newest)
             filled = ends - newest * page

@@ -65,6 +65,7 @@ HOOKS = {
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "retracted": "self",
     "pause": "self recv_req",
+    "release": "req remaing_req_count ...",
     "linear": "self layer x bias", "lm_head": "self hidden_states lm_head embedding_bias ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",

@@ -141,6 +141,17 @@ def test_short_rows_and_first_layers_are_read_whole() -> None:
     assert world.selection.choose(LAYER, world.query, SCALE) is None, "no forward began"
 
 
+def test_a_request_that_opted_out_is_read_whole() -> None:
+    world = World(Quest(budget=8, whole_layers=0))
+    world.selection.admit(world.requests, [True, False])
+    chosen = world.chosen()
+    assert chosen is not None
+    held = (world.rows[world.requests[0]] >= 0).nonzero().flatten().tolist()
+    assert chosen[0] == held and chosen[1] == world.expected(1)
+    world.selection.admit(world.requests[:1], [False])
+    assert world.chosen() == [world.expected(0), world.expected(1)], "the next request of that row"
+
+
 def test_a_row_of_which_every_page_shares_is_read_whole() -> None:
     world = World(Quest(budget=8, whole_layers=0))
     world.cached_at += 1

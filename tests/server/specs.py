@@ -420,7 +420,7 @@ WINDOWS_PAGES_DECODES = (
     )
     .for_long_runs()
 )
-#: SGLang's own transfer engine, over loopback: threads of the prefill server write into the decode server's pool.
+#: SGLang's own transfer engine, over loopback: threads of the prefill server write into the pool of the other.
 BOOTSTRAP_PORT = 8998
 _MOONCAKE = "--dtype float32 --disaggregation-transfer-backend mooncake --disaggregation-mode"
 _OVER_TCP = {

@@ -9,7 +9,16 @@ import pytest
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
-from tests.server.problems import TO_THE_END, problems, prompts, report, respond, series, solve
+from tests.server.problems import (
+    OPT_OUT,
+    TO_THE_END,
+    problems,
+    prompts,
+    report,
+    respond,
+    series,
+    solve,
+)
 from tests.server.reference import (
     ROUNDING,
     Beside,
@@ -162,6 +171,25 @@ def test_selecting_equals_masking_in_every_layer(
     published = series(server)
     assert 0 < published["positions_read_total"] < 0.8 * published["positions_held_total"]
     assert_whole(server, log)
+
+
+@pytest.mark.parametrize("server", [specs.QUEST], indirect=True)
+def test_who_opts_out_reads_exact_kv_beside_selection(
+    servers: ServerPool, server: ServerProcess
+) -> None:
+    """What earlier steps computed from some pages only is approximate: it stays cached for others."""
+    loop = Loop(servers.model(specs.QUEST.model))
+    [text] = prompts(1, seed=44)
+    [first] = respond(server, [text], 200, **TO_THE_END)
+    follow_up = f"{text} {first['text']} {text}"
+    tokens = loop.tokenizer(follow_up)["input_ids"]
+    sampling = {**TO_THE_END["sampling_params"], **OPT_OUT}
+    [exact] = respond(server, [follow_up], 100, sampling_params=sampling)
+    [other] = respond(server, [follow_up], 100, **TO_THE_END)
+    assert loop.compare(tokens, exact).off.max() < ROUNDING
+    assert loop.compare(tokens, other).off.mean() > 1e-3
+    written = first["prompt_tokens"] + first["output_tokens"]
+    assert exact["cached"] < written - 100 and other["cached"] > written - 32
 
 
 @pytest.mark.parametrize("server", [specs.QUEST_AND_SHARING], indirect=True)

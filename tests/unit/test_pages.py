@@ -151,7 +151,10 @@ def test_a_page_reads_sources_at_any_offset(page: int, how: str) -> None:
     world.controller.after_decode([req])
     assert pipeline.ledger.slots == page
     free = allocator.available_size()
+    # SGLang asks for a page per request before it allocates.
     allocator.evict_to_free_tokens(world.tree, free + 1)
+    assert allocator.available_size() == free and not pipeline.saved
+    assert allocator.check_decode_capacity(num_tokens=free + page, tree_cache=world.tree)
     assert allocator.available_size() == free + page and pipeline.saved == page
     row = world.row(req)
     expected = [before[at + i] for at in sources for i in range(2)]

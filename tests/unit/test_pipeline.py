@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, release_req
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
@@ -295,6 +295,26 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
     assert [lack(world, 3), lack(world, 5), lack(world, 9)] == [4, 8, 0]
     assert pairs_of(req) == [(16, 20), (12, 24), (8, 28)]
     assert ledger(world).slots == world.controller.stats.blocks_missed == 0
+
+
+def test_a_pause_has_nobody_share() -> None:
+    """SGLang asks for the slots of many steps whenever it releases a retracted request."""
+    world = World(Setup(page=1, block=4, slots=60, when="short"))
+    reqs = [world.start(rid, first=first) for rid, first in (("a", 100), ("b", 300))]
+    for req in reqs:
+        find(world, req, Pair(8, 24), Pair(12, 20))
+    assert ledger(world).slots == 16 and world.allocator.available_size() < 20
+    with world.allocator.releasing():
+        release_req(
+            req=reqs[0],
+            remaing_req_count=1,
+            req_to_token_pool=world.rows,
+            token_to_kv_pool_allocator=world.allocator,
+            tree_cache=world.tree,
+            hisparse_coordinator=None,
+        )
+    assert world.controller.stats.shortages == world.controller.stats.blocks_shared == 0
+    assert ledger(world).slots == 8 and lack(world, 1) == 8
 
 
 def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
