@@ -155,10 +155,9 @@ class ReasonCacheConfig:
         None,
         "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
         "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
-        "the ranks. A request that asks for log-probabilities is computed again all the same: SGLang looks up "
-        "no output of it. Has no effect, and the log says why, with latent attention whose prefills SGLang's "
-        "kernels run, a window pool of a few windows, a host tier, a policy that evicts, or on a decode server "
-        "of a PD pair.",
+        "the ranks. On a GPU the memory is pinned, and PyTorch may keep as much again of it for later copies. "
+        "Has no effect, and the log says why, with latent attention whose prefills SGLang's kernels run, a "
+        "window pool of a few windows, a host tier, a policy that evicts, or on a decode server of a PD pair.",
         bounds=(0, 1_000_000),
     )
     aliased_nodes: bool = _setting(

@@ -652,6 +652,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         assert path is not None, "a continued prefix begins on a path of the tree"
         is_shorter = found.device_prefix_len < parts[0].node.start
         prefix = Continued(path.node if is_shorter else found.last_device_node, parts)
+        first = prefix.first_approximate
+        if first is not None and prefix.length - held < held - first:
+            # It would make more exact positions approximate than it saves from being computed.
+            return found
         if (
             params.cow_mamba
             and prefix.ending is not None

@@ -15,6 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.cache import continuation
 from sglang_reasoncache.cache.continuation import Branches, Continuation, Continued, Path
 from sglang_reasoncache.cache.continuations import MOST_ALIKE
+from sglang_reasoncache.compat.carriers import CONTINUED
 from tests.property.world import Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
@@ -108,6 +109,43 @@ def test_others_read_what_is_exact(setup: Setup, options: dict[str, Any], most: 
     assert req.prefix_len == most
     assert not world.tree.reads_shifted([req])
     world.assert_empty()
+
+
+@pytest.mark.parametrize(("exact_tokens", "reads_exact"), [(-3, True), (FIRST + 4, False)])
+def test_exact_kv_is_read_where_it_is_nearly_as_long(exact_tokens: int, reads_exact: bool) -> None:
+    """A request that opted out has computed the same tokens, or some of them."""
+    world = World(SETUPS[0])
+    tokens = finished(world)
+    other = asked(world, tokens[:exact_tokens], opted_out=True)
+    run(world, other)
+    world.finish(other)
+    req = asked(world, tokens)
+    assert isinstance(req.last_node, Continued) != reads_exact
+    assert req.prefix_len == len(tokens) - (3 if reads_exact else 1)
+    assert world.tree.reads_shifted([req]) != reads_exact
+    world.assert_empty()
+
+
+def test_a_prompt_of_which_several_samples_follow_reads_it() -> None:
+    """SGLang first computes the prompt without output, for its samples: not for scores."""
+    world = World(SETUPS[0])
+    tokens = finished(world)
+    req = world.request("next", [*tokens, 900, 901])
+    req.sampling_params.max_new_tokens = 0
+    req.sampling_params.n = 4
+    req.init_next_round_input(world.tree)
+    assert isinstance(req.last_node, Continued) and req.prefix_len > FIRST
+
+
+def test_what_is_computed_again_is_reported_as_exact() -> None:
+    """A retracted request loses its prefix, and computes it from the first position on."""
+    world = World(SETUPS[0])
+    req = asked(world, finished(world))
+    run(world, req)
+    assert getattr(req, CONTINUED) is not None
+    world.retract(req)
+    world.tree.evict(EvictParams(num_tokens=world.total))
+    assert getattr(req, CONTINUED) is None
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)

@@ -103,6 +103,39 @@ def test_all_but_the_last_page_comes_back(setup: Setup, shares: bool, others: bo
     world.assert_empty()
 
 
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[-1]], ids=str)
+@pytest.mark.parametrize("logprobs_from", [0, 3, None], ids=["all", "some", "output"])
+def test_a_request_that_asks_for_log_probabilities_comes_back(
+    setup: Setup, logprobs_from: int | None
+) -> None:
+    """SGLang looks up no prefix of it behind the position where they begin. Those of the prompt are known by
+    then, and are not computed again."""
+    world, req = started(setup, 1 << 20)
+    contents, _ = what_is_read(world, req)
+    req.return_logprob = True
+    req.logprob_start_len = len(req.origin_input_ids) if logprobs_from is None else logprobs_from
+    world.retract(req)
+    assert world.allocator.swap is not None and world.allocator.swap.num_bytes > 0
+    swapped = swapped_of(req)
+    assert swapped is not None
+    kept = swapped.length
+    overwrite(world)
+    assert admitted(world, req) <= setup.page
+    assert swapped_of(req) is None
+    assert (what_is_read(world, req)[0][:kept] == contents[:kept]).all()
+    world.finish(req)
+    world.assert_empty()
+
+
+def test_a_copy_of_tokens_that_sglang_dropped_is_given_up() -> None:
+    """SGLang begins anew with a request whose prompt is embeddings."""
+    world, req = started(SETUPS[0])
+    world.retract(req)
+    req.output_ids = req.output_ids[:0]
+    admitted(world, req)
+    assert world.allocator.swap is not None and world.allocator.swap.num_bytes == 0
+
+
 def test_a_copy_beyond_the_limit_is_not_made() -> None:
     world, req = started(SETUPS[0], 64)
     world.retract(req)

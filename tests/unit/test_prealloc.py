@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests what the decode server of a PD pair reclaims for a prompt, with SGLang's own ``DecodePreallocQueue``."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.runtime_context import get_context
+
+from tests.property.test_disaggregation import BACKUP, PDWorld, Queue
+from tests.property.world import Pair, Setup
+
+RESERVE = 2
+
+
+@pytest.fixture(autouse=True)
+def decode_server() -> Iterator[None]:
+    with get_context().override_server_args(
+        device="cpu",
+        attention_backend="torch_native",
+        disaggregation_mode="decode",
+        disaggregation_decode_retraction_backup=BACKUP,
+        disaggregation_decode_enable_radix_cache=False,
+        disaggregation_decode_host_receive_threshold=1.0,
+    ):
+        yield
+
+
+def queue_of(running: int, slots: int) -> Queue:
+    """The queue of a server that runs requests, each with 8 slots in the ledger."""
+    setup = Setup(page=1, block=4, slots=slots, when="short", need_sort=True, decodes=True)
+    world = PDWorld(setup, no_tree=True)
+    reqs = [world.start(f"r{at}", first=100 * at + 100) for at in range(running)]
+    for req in reqs:
+        world.propose(req, Pair(8, 24), Pair(12, 20))
+        world.controller.after_decode(reqs)
+        req.sampling_params.max_new_tokens = 12
+    for _ in range(3):
+        world.controller.after_decode(reqs)
+    assert world.controller.pipeline.ledger.slots == 8 * running
+    scheduler = SimpleNamespace(
+        running_batch=SimpleNamespace(reqs=reqs),
+        waiting_queue=[],
+        last_batch=None,
+        tp_worker=SimpleNamespace(is_hybrid_swa=False),
+        enable_hisparse=False,
+    )
+    queue = Queue(world, scheduler, RESERVE)
+    queue.queue.append(SimpleNamespace(req=reqs[0]))
+    return queue
+
+
+def admits(queue: Queue, tokens: int) -> bool:
+    """Whether the queue admits a prompt of ``tokens``, by SGLang's steps."""
+    held = sum(req.seqlen for req in queue.scheduler.running_batch.reqs)
+    req = queue.world.request("new", range(1000, 1000 + tokens))
+    req.sampling_params.max_new_tokens = 8
+    budget = queue._allocatable_token_budgets(retractable_tokens=held)
+    needed = queue._required_admission_tokens(req, tokens, 0, held)
+    return queue._prealloc_reservation_fits(
+        needed, 0, full_allocatable_tokens=budget, swa_allocatable_tokens=None
+    )
+
+
+@pytest.mark.parametrize("running", [1, 3])
+def test_running_requests_share_as_much_as_a_prompt_lacks(running: int) -> None:
+    """Beside few requests SGLang keeps slots for the longest to finish; beside many that number is negative."""
+    queue = queue_of(running, slots=60 * running)
+    allocator = queue.world.allocator
+    free = allocator.free_size()
+    assert admits(queue, free) and not queue.reclaimed, "the ledger counts for output"
+    assert admits(queue, free + 2) and queue.reclaimed == 1
+    assert allocator.free_size() >= free + 2
+    assert not admits(queue, free + 100)
