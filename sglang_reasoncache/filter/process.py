@@ -93,14 +93,19 @@ class FilterProcess:
         # Seconds of silence while a reply is awaited, and when these were last counted.
         self._silent = 0.0
         self._polled = time.monotonic()
-        self._opened: list[tuple[int, int, bool, array[int]]] = []
-        self._joined: list[tuple[int, int]] = []
+        # What the next feed says first: new requests and last calls of :meth:`join`, both by request, and
+        # requests to forget.
+        self._opened: dict[int, tuple[int, int, bool, array[int]]] = {}
+        self._joined: dict[int, int] = {}
         self._closed: list[int] = []
         self._unsent = bytearray(self._setup)
         self._unread = bytearray()
         self._replies: collections.deque[Reply] = collections.deque()
-        # For each feed whose reply was not taken: its tokens of prompts. As on all other ranks.
+        # Tokens of prompts in each feed whose reply was not taken, in the next feed, and in all of these. As on
+        # all other ranks.
         self._of_prompts: collections.deque[int] = collections.deque()
+        self._of_next = 0
+        self._of_all = 0
         # How many results of the oldest reply were taken.
         self._taken_of_reply = 0
         self.outstanding = 0
@@ -112,26 +117,34 @@ class FilterProcess:
         ``start_position``: position of the first output token. ``inside``: whether the output begins in
         reasoning. ``prompt``: the prompt's tokens if blocks of the output may read them. Typecode ``q``.
         """
-        if len(prompt) > _MOST_OF_PROMPTS - sum(self._of_prompts) - self._opened_prompts:
+        if len(prompt) > _MOST_OF_PROMPTS - self._of_all:
             prompt = _NO_TOKENS
         request = self._next_request
         self._next_request += 1
-        self._opened.append((request, start_position, inside, prompt))
+        self._opened[request] = request, start_position, inside, prompt
+        self._of_next += len(prompt)
+        self._of_all += len(prompt)
         return request
-
-    @property
-    def _opened_prompts(self) -> int:
-        """Tokens of the prompts that the next feed sends."""
-        return sum(len(prompt) for *_, prompt in self._opened)
 
     def join(self, request: int, group: int) -> None:
         """Make an open request a member of ``group`` (requests with the same prompt). From the next feed on,
         members may read each other's blocks. If ``group`` is -1, the request leaves its group."""
-        self._joined.append((request, group))
+        self._joined[request] = group
 
-    def close(self, request: int) -> None:
-        """Forget a request. :meth:`take` may still return results of its steps."""
-        self._closed.append(request)
+    def close(self, request: int, on_all: bool = True) -> None:
+        """Forget a request. :meth:`take` may still return results of its steps. The process is not told of a
+        request that no feed has opened.
+
+        ``on_all``: whether all ranks close it now, between the same feeds. If not, its prompt counts until the
+        next feed, so that all ranks send the same prompts."""
+        self._joined.pop(request, None)
+        opened = self._opened.pop(request, None)
+        if opened is None:
+            self._closed.append(request)
+        elif on_all:
+            prompt = opened[3]
+            self._of_next -= len(prompt)
+            self._of_all -= len(prompt)
 
     def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
         """Send the next ``counts[i]`` tokens of each ``requests[i]``. The arrays have typecode ``q``."""
@@ -139,17 +152,18 @@ class FilterProcess:
             return
         feed = Feed(
             steps_taken=self._steps_taken,
-            opened=self._opened,
-            joined=self._joined,
+            opened=list(self._opened.values()),
+            joined=list(self._joined.items()),
             closed=self._closed,
             requests=requests.tolist(),
             counts=counts.tolist(),
             tokens=tokens.tolist(),
         )
         self._unsent += pickle.dumps(tuple(feed))
-        self._of_prompts.append(self._opened_prompts)
-        self._opened = []
-        self._joined = []
+        self._of_prompts.append(self._of_next)
+        self._of_next = 0
+        self._opened = {}
+        self._joined = {}
         self._closed = []
         self.outstanding += 1
         self._exchange()
@@ -182,7 +196,7 @@ class FilterProcess:
                 limit -= 1
                 self.steps_shed += num_shed
                 self.outstanding -= 1
-                self._of_prompts.popleft()
+                self._of_all -= self._of_prompts.popleft()
         self._steps_taken += len(taken)
         return taken
 

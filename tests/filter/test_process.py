@@ -177,10 +177,39 @@ def test_prompts_wait_for_answers(make: Make, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         for _ in range(2):
             step_filter.open(0, True, prompt)
-            sent += [len(prompt) for *_, prompt in step_filter._opened]
+            sent += [len(prompt) for *_, prompt in step_filter._opened.values()]
             feed(step_filter, [])
         take_all(step_filter)
     assert sent == [60, 0, 60, 0]
+
+
+def test_requests_that_end_before_a_feed_cost_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many short answers after a feed, the next one says nothing. Their prompts leave room for others'."""
+    monkeypatch.setattr(process, "_MOST_OF_PROMPTS", 100)
+    step_filter = make()
+    prompt = array("q", range(60))
+    first = feed_new(step_filter)
+    for _ in range(50):
+        request = step_filter.open(0, True, prompt)
+        assert step_filter._opened[request][3] is prompt
+        step_filter.join(request, 7)
+        step_filter.join(first, 7)
+        step_filter.close(request)
+    assert not step_filter._opened and not step_filter._closed
+    assert step_filter._joined == {first: 7}
+    # What this rank closes earlier than others leaves no room before the next feed, as on the other ranks.
+    step_filter.close(step_filter.open(0, True, prompt), on_all=False)
+    request = step_filter.open(0, True, prompt)
+    assert not step_filter._opened[request][3]
+    for room in (False, True):
+        feed(step_filter, [request], _STEP)
+        assert not step_filter._opened and not step_filter._joined
+        assert bool(step_filter._opened[step_filter.open(0, True, prompt)][3]) == room
+        assert {each.request for each in take_all(step_filter)} <= {first, request}
+    step_filter.close(request)
+    assert step_filter._closed == [request], "the process knows it"
 
 
 @pytest.mark.parametrize("hurried", [False, True])
