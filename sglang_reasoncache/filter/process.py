@@ -23,6 +23,9 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
+#: After so many replies of one process a restart does not count towards ``MAX_RESTARTS`` any more. Each poll of
+#: running requests, every fourth decode step, gets one reply at most.
+FORGIVEN_AFTER = 1 << 14
 START_SECONDS = 180.0
 #: The process counts as hung if a feed is outstanding and this many seconds of polling bring no reply.
 SILENT_SECONDS = 30.0
@@ -57,7 +60,8 @@ class FilterProcess:
         outstanding: Number of feeds whose replies were not taken yet.
         steps_shed: Number of shed steps in the replies that were taken.
         restarts: How often the process failed and was restarted.
-        given_up: Whether no steps are compared any more, as the process failed too often or was shut down.
+        given_up: Whether no steps are compared any more, as the process failed too often or was shut down. The
+            same on all ranks: they restart together, and taken replies, not time, make up for a restart.
 
     Raises:
         RuntimeError: The process does not start.
@@ -72,6 +76,8 @@ class FilterProcess:
     ) -> None:
         self._setup = pickle.dumps(Setup(config, vocabulary.pieces, markers, max_pending))
         self.restarts = 0
+        # Those restarts that replies have not made up for.
+        self._unforgiven = 0
         self.steps_shed = 0
         self.given_up = False
         self._next_request = 0
@@ -110,6 +116,8 @@ class FilterProcess:
         self._taken_of_reply = 0
         self.outstanding = 0
         self._steps_taken = 0
+        # Replies taken since the process was started, or since they made up for a restart.
+        self._replies_taken = 0
 
     def open(self, start_position: int, inside: bool, prompt: array[int] = _NO_TOKENS) -> int:
         """Follow a new request. Returns its id for the other methods.
@@ -197,16 +205,26 @@ class FilterProcess:
                 self.steps_shed += num_shed
                 self.outstanding -= 1
                 self._of_all -= self._of_prompts.popleft()
+                self._forgive()
         self._steps_taken += len(taken)
         return taken
 
+    def _forgive(self) -> None:
+        """A reply was taken. After ``FORGIVEN_AFTER`` of them, one restart is forgiven."""
+        self._replies_taken += 1
+        if self._replies_taken == FORGIVEN_AFTER:
+            self._replies_taken = 0
+            self._unforgiven = max(self._unforgiven - 1, 0)
+
     def restart(self) -> None:
-        """Forget all requests and replies, and start a new process. Give up after ``MAX_RESTARTS``."""
+        """Forget all requests and replies, and start a new process. Give up after ``MAX_RESTARTS`` that were
+        not forgiven."""
         if self.given_up:
             return
         reason = self._failure or "it failed on another tensor-parallel rank"
         self._stop()
-        if self.restarts < MAX_RESTARTS:
+        if self._unforgiven < MAX_RESTARTS:
+            self._unforgiven += 1
             self.restarts += 1
             logger.warning("reasoncache: the filter's process is started anew: %s", reason)
             return self._start()

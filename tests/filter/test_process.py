@@ -294,6 +294,23 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     assert (step_filter.ready(), step_filter.pid) == (0, 0)
 
 
+def test_replies_make_up_for_restarts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures that have nothing to do with each other do not end sharing, failures in a row do."""
+    monkeypatch.setattr(process, "FORGIVEN_AFTER", 2)
+    step_filter = make()
+
+    def fails_after(replies: int) -> bool:
+        for _ in range(replies):
+            check_it_works(step_filter)
+        step_filter.restart()
+        return step_filter.given_up
+
+    # Each process answers often enough to make up for one restart, then three do not.
+    assert not any(fails_after(replies) for replies in (2, 2, 2, 2, 3, 1, 1))
+    assert step_filter.restarts == 7
+    assert fails_after(1) and step_filter.restarts == 7
+
+
 def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
     """No call blocks while the process is stopped. The bytes that wait to be sent to it are limited."""
     step_filter = make()
