@@ -13,8 +13,9 @@ its tokens."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from sglang_reasoncache.cache.lent_pages import Holder, LentPages
 
 #: At least one token in so many of a continuation is evicted at once.
 _LEAST_EVICTED = 8
+#: So many continuations are chosen at once to be evicted.
+_VICTIMS = 16
 #: The fewest tokens of a continuation, and the most continuations that begin at one place with one page. A
 #: hostile client must not make look-ups slow.
 LEAST_TOKENS = 16
@@ -72,6 +75,10 @@ class Continuations:
         # All continuations, the least recently used first. Each comes after all that go on with it.
         self._used: OrderedDict[Continuation, None] = OrderedDict()
         self._roots: dict[Namespace, Branches] = {}
+        # Those that go on with a path of the tree, by SGLang's id of the node where it ends. Then the ids of
+        # those nodes that the tree tried to evict.
+        self._on_path: dict[int, dict[Continuation, None]] = {}
+        self._leaving: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._used)
@@ -233,6 +240,7 @@ class Continuations:
         else:
             if parent is None:
                 self._roots[path.namespace] = branches
+                self._on_path.setdefault(int(path.node), {})[made] = None
             branches.add(made)
             self._used[made] = None
             self._free += made.owned
@@ -290,11 +298,16 @@ class Continuations:
         """Free at least ``wanted`` slots, or all that are evictable. Returns how many. The last tokens of the
         least recently used continuation go first."""
         freed = 0
-        for node in list(self._used):
-            while freed < wanted and self.evictable and node in self._used and not node.pins:
-                freed += self._shorten(node, wanted - freed, free)
-            if freed >= wanted or not self.evictable:
+        while freed < wanted and self.evictable:
+            victims = list(
+                itertools.islice((node for node in self._used if not node.pins), _VICTIMS)
+            )
+            if not victims:
                 break
+            for node in victims:
+                # The last that goes on with one may take it along.
+                while freed < wanted and self.evictable and node in self._used:
+                    freed += self._shorten(node, wanted - freed, free)
         return freed
 
     def evict_endings(self, wanted: int, free: Free) -> int:
@@ -303,6 +316,8 @@ class Continuations:
         many slots became free: a continuation without its ending serves nobody, unless others go on with it."""
         freed = 0
         left = max(self.evictable_endings - wanted, 0)
+        if self.evictable_endings <= left:
+            return 0
         for newest in list(self._used):
             if self.evictable_endings <= left:
                 break
@@ -319,28 +334,25 @@ class Continuations:
                     freed += self._shorten(node, len(node), free)
         return freed
 
-    def drop(self, is_there: Callable[[Any], bool], free: Free, *, borrowing: bool = False) -> int:
-        """Free the continuations whose path the tree evicted. Returns how many slots became free.
+    def leaves(self, node: int) -> None:
+        """The tree is about to evict a node, or to try to. Paths may end there."""
+        if node in self._on_path:
+            self._leaving[node] = None
+
+    def drop(self, is_there: Callable[[int], bool], free: Free) -> int:
+        """Free the continuations whose path the tree evicted. Returns how many slots became free. Only what
+        :meth:`leaves` named is looked at: once the pool is full, SGLang evicts at each decode step.
 
         Args:
             is_there: Whether the tree has the path that ends in a node.
-            borrowing: Look only at those that borrow pages, or with which such a one goes on.
         """
-        looked_at: Iterable[Continuation] = self._used
-        if borrowing:
-            roots = ([*and_parents(node)][-1] for node in self._used if node.borrowed)
-            looked_at = dict.fromkeys(roots)
-        gone = [
-            node
-            for node in looked_at
-            if node.path is not None and not node.pins and not is_there(node.path.node)
-        ]
         freed = 0
-        for root in gone:
-            for node in reversed(and_children(root)):
-                # One that lost its ending goes with the last that goes on with it.
-                if node in self._used:
-                    freed += self._shorten(node, len(node), free)
+        for path in [each for each in self._leaving if not is_there(each)]:
+            for root in [each for each in self._on_path[path] if not each.pins]:
+                for node in reversed(and_children(root)):
+                    # One that lost its ending goes with the last that goes on with it.
+                    if node in self._used:
+                        freed += self._shorten(node, len(node), free)
         return freed
 
     def _shorten(self, node: Continuation, wanted: int, free: Free) -> int:
@@ -384,8 +396,15 @@ class Continuations:
         del self._used[node]
         branches = self._branches(node)
         branches.remove(node)
-        if node.path is not None and not branches:
+        if node.path is None:
+            return
+        if not branches:
             del self._roots[node.path.namespace]
+        path = int(node.path.node)
+        del self._on_path[path][node]
+        if not self._on_path[path]:
+            del self._on_path[path]
+            self._leaving.pop(path, None)
 
 
 def _size(ending: torch.Tensor | None) -> int:

@@ -406,9 +406,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             endings += had - mine.evictable_endings
         return dataclasses.replace(result, num_tokens_evicted=slots, **{evicted: endings})
 
-    def _is_cached(self, node: Any) -> bool:
+    def _evict_device_leaf(self, node_id: int, *rest: Any) -> Any:
+        """SGLang's walks evict KV of full attention only here, or behind this call, whichever the core is."""
+        self._continuations.leaves(node_id)
+        return super()._evict_device_leaf(node_id, *rest)
+
+    def _is_cached(self, node: int) -> bool:
         try:
-            return not self.tree_core.is_full_device_evicted(int(node))
+            return not self.tree_core.is_full_device_evicted(node)
         except KeyError:  # The tree has no node with this id any more.
             return False
 
@@ -427,9 +432,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _free_values(self, *freed: Any) -> None:
         if self._continuations.borrowed:
             # What goes on with the nodes that are freed may name their slots.
-            self._freed_before += self._continuations.drop(
-                self._is_cached, self._free_continued, borrowing=True
-            )
+            self._freed_before += self._continuations.drop(self._is_cached, self._free_continued)
         with self._freed.of_nodes():
             super()._free_values(*freed)
 

@@ -23,6 +23,9 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
+#: After so many replies of one process a restart does not count towards ``MAX_RESTARTS`` any more. Each poll of
+#: running requests, every fourth decode step, gets one reply at most.
+FORGIVEN_AFTER = 1 << 14
 START_SECONDS = 180.0
 #: The process counts as hung if a feed is outstanding and this many seconds of polling bring no reply.
 SILENT_SECONDS = 30.0
@@ -57,7 +60,8 @@ class FilterProcess:
         outstanding: Number of feeds whose replies were not taken yet.
         steps_shed: Number of shed steps in the replies that were taken.
         restarts: How often the process failed and was restarted.
-        given_up: Whether no steps are compared any more, as the process failed too often or was shut down.
+        given_up: Whether no steps are compared any more, as the process failed too often or was shut down. The
+            same on all ranks: they restart together, and taken replies, not time, make up for a restart.
 
     Raises:
         RuntimeError: The process does not start.
@@ -72,6 +76,8 @@ class FilterProcess:
     ) -> None:
         self._setup = pickle.dumps(Setup(config, vocabulary.pieces, markers, max_pending))
         self.restarts = 0
+        # Those restarts that replies have not made up for.
+        self._unforgiven = 0
         self.steps_shed = 0
         self.given_up = False
         self._next_request = 0
@@ -93,18 +99,25 @@ class FilterProcess:
         # Seconds of silence while a reply is awaited, and when these were last counted.
         self._silent = 0.0
         self._polled = time.monotonic()
-        self._opened: list[tuple[int, int, bool, array[int]]] = []
-        self._joined: list[tuple[int, int]] = []
+        # What the next feed says first: new requests and last calls of :meth:`join`, both by request, and
+        # requests to forget.
+        self._opened: dict[int, tuple[int, int, bool, array[int]]] = {}
+        self._joined: dict[int, int] = {}
         self._closed: list[int] = []
         self._unsent = bytearray(self._setup)
         self._unread = bytearray()
         self._replies: collections.deque[Reply] = collections.deque()
-        # For each feed whose reply was not taken: its tokens of prompts. As on all other ranks.
+        # Tokens of prompts in each feed whose reply was not taken, in the next feed, and in all of these. As on
+        # all other ranks.
         self._of_prompts: collections.deque[int] = collections.deque()
+        self._of_next = 0
+        self._of_all = 0
         # How many results of the oldest reply were taken.
         self._taken_of_reply = 0
         self.outstanding = 0
         self._steps_taken = 0
+        # Replies taken since the process was started, or since they made up for a restart.
+        self._replies_taken = 0
 
     def open(self, start_position: int, inside: bool, prompt: array[int] = _NO_TOKENS) -> int:
         """Follow a new request. Returns its id for the other methods.
@@ -112,26 +125,34 @@ class FilterProcess:
         ``start_position``: position of the first output token. ``inside``: whether the output begins in
         reasoning. ``prompt``: the prompt's tokens if blocks of the output may read them. Typecode ``q``.
         """
-        if len(prompt) > _MOST_OF_PROMPTS - sum(self._of_prompts) - self._opened_prompts:
+        if len(prompt) > _MOST_OF_PROMPTS - self._of_all:
             prompt = _NO_TOKENS
         request = self._next_request
         self._next_request += 1
-        self._opened.append((request, start_position, inside, prompt))
+        self._opened[request] = request, start_position, inside, prompt
+        self._of_next += len(prompt)
+        self._of_all += len(prompt)
         return request
-
-    @property
-    def _opened_prompts(self) -> int:
-        """Tokens of the prompts that the next feed sends."""
-        return sum(len(prompt) for *_, prompt in self._opened)
 
     def join(self, request: int, group: int) -> None:
         """Make an open request a member of ``group`` (requests with the same prompt). From the next feed on,
         members may read each other's blocks. If ``group`` is -1, the request leaves its group."""
-        self._joined.append((request, group))
+        self._joined[request] = group
 
-    def close(self, request: int) -> None:
-        """Forget a request. :meth:`take` may still return results of its steps."""
-        self._closed.append(request)
+    def close(self, request: int, on_all: bool = True) -> None:
+        """Forget a request. :meth:`take` may still return results of its steps. The process is not told of a
+        request that no feed has opened.
+
+        ``on_all``: whether all ranks close it now, between the same feeds. If not, its prompt counts until the
+        next feed, so that all ranks send the same prompts."""
+        self._joined.pop(request, None)
+        opened = self._opened.pop(request, None)
+        if opened is None:
+            self._closed.append(request)
+        elif on_all:
+            prompt = opened[3]
+            self._of_next -= len(prompt)
+            self._of_all -= len(prompt)
 
     def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
         """Send the next ``counts[i]`` tokens of each ``requests[i]``. The arrays have typecode ``q``."""
@@ -139,17 +160,18 @@ class FilterProcess:
             return
         feed = Feed(
             steps_taken=self._steps_taken,
-            opened=self._opened,
-            joined=self._joined,
+            opened=list(self._opened.values()),
+            joined=list(self._joined.items()),
             closed=self._closed,
             requests=requests.tolist(),
             counts=counts.tolist(),
             tokens=tokens.tolist(),
         )
         self._unsent += pickle.dumps(tuple(feed))
-        self._of_prompts.append(self._opened_prompts)
-        self._opened = []
-        self._joined = []
+        self._of_prompts.append(self._of_next)
+        self._of_next = 0
+        self._opened = {}
+        self._joined = {}
         self._closed = []
         self.outstanding += 1
         self._exchange()
@@ -182,17 +204,27 @@ class FilterProcess:
                 limit -= 1
                 self.steps_shed += num_shed
                 self.outstanding -= 1
-                self._of_prompts.popleft()
+                self._of_all -= self._of_prompts.popleft()
+                self._forgive()
         self._steps_taken += len(taken)
         return taken
 
+    def _forgive(self) -> None:
+        """A reply was taken. After ``FORGIVEN_AFTER`` of them, one restart is forgiven."""
+        self._replies_taken += 1
+        if self._replies_taken == FORGIVEN_AFTER:
+            self._replies_taken = 0
+            self._unforgiven = max(self._unforgiven - 1, 0)
+
     def restart(self) -> None:
-        """Forget all requests and replies, and start a new process. Give up after ``MAX_RESTARTS``."""
+        """Forget all requests and replies, and start a new process. Give up after ``MAX_RESTARTS`` that were
+        not forgiven."""
         if self.given_up:
             return
         reason = self._failure or "it failed on another tensor-parallel rank"
         self._stop()
-        if self.restarts < MAX_RESTARTS:
+        if self._unforgiven < MAX_RESTARTS:
+            self._unforgiven += 1
             self.restarts += 1
             logger.warning("reasoncache: the filter's process is started anew: %s", reason)
             return self._start()

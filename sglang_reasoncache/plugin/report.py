@@ -190,10 +190,13 @@ class Report:
             req.customized_info = {**(req.customized_info or {}), **mine}
 
     def response(self, rid: str) -> dict[str, Any] | None:
-        """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None."""
+        """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None. Of requests with
+        equal ids the newest is told."""
         name = rid[:MOST_OF_ID]
         told = (
-            entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == name
+            entry | {"output_ids": list(ids)}
+            for entry, ids in reversed(self.kept)
+            if entry["rid"] == name
         )
         return next(told, None)
 

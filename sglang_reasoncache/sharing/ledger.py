@@ -8,7 +8,7 @@ from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.sharing.blocks import BlockProposal
 from sglang_reasoncache.sharing.request import known_record, record_of
 
-#: ``Ledger._queue`` is rebuilt when the removed blocks in it outnumber the remaining ones by more than this.
+#: ``Ledger._queue`` is rebuilt when its entries of removed blocks outnumber the others by more than this.
 _DEAD = 1024
 
 
@@ -23,29 +23,32 @@ class Ledger:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.slots = 0
-        # A heap of (distance, order of arrival, block). Removed blocks may still be in the heap.
-        self._queue: list[tuple[float, int, BlockProposal]] = []
-        self._length = 0
+        # The blocks by order of arrival.
+        self._blocks: dict[int, BlockProposal] = {}
+        # A heap of (distance, order of arrival). Removed blocks may still have entries, so an entry does not
+        # refer to the block: it would keep an ended request, and copies of its rows, alive.
+        self._queue: list[tuple[float, int]] = []
 
     def clear(self) -> None:
-        for _, _, block in self._queue:
+        for block in self._blocks.values():
             known_record(block.req).in_ledger.clear()
             known_record(block.lender).in_ledger.clear()
         self.slots = 0
+        self._blocks = {}
         self._queue = []
-        self._length = 0
 
     def __len__(self) -> int:
         """Number of blocks."""
-        return self._length
+        return len(self._blocks)
 
     def add(self, block: BlockProposal, distance: float) -> None:
         """Add a block after :meth:`HostRow.locate` was called for its destination and for its source."""
-        heapq.heappush(self._queue, (distance, next(self._numbers), block))
+        number = next(self._numbers)
+        heapq.heappush(self._queue, (distance, number))
+        self._blocks[number] = block
         for req in (block.req, block.lender):
-            known_record(req).in_ledger[block] = None
+            known_record(req).in_ledger[block] = number
         self.slots += block.length
-        self._length += 1
 
     def of(self, req: Request) -> list[BlockProposal]:
         """The blocks whose destination or source is in the row of ``req``."""
@@ -53,23 +56,21 @@ class Ledger:
         return [] if record is None else list(record.in_ledger)
 
     def remove(self, block: BlockProposal) -> None:
-        del known_record(block.req).in_ledger[block]
+        number = known_record(block.req).in_ledger.pop(block)
         if block.is_across:
             del known_record(block.lender).in_ledger[block]
+        del self._blocks[number]
         self.slots -= block.length
-        self._length -= 1
-        if len(self._queue) > 2 * self._length + _DEAD:
-            self._queue = [item for item in self._queue if self._has(item[2])]
+        if len(self._queue) > 2 * len(self._blocks) + _DEAD:
+            self._queue = [entry for entry in self._queue if entry[1] in self._blocks]
             heapq.heapify(self._queue)
 
     def take(self) -> BlockProposal | None:
         """Remove and return the block with the smallest distance; None if the ledger is empty."""
         while self._queue:
-            block = heapq.heappop(self._queue)[2]
-            if self._has(block):
+            _, number = heapq.heappop(self._queue)
+            block = self._blocks.get(number)
+            if block is not None:
                 self.remove(block)
                 return block
         return None
-
-    def _has(self, block: BlockProposal) -> bool:
-        return block in known_record(block.req).in_ledger

@@ -171,7 +171,8 @@ class Records:
         aborted while it waits to be scheduled again."""
         if self._process is not None:
             while self._orphans:
-                self._process.close(self._orphans.popleft())
+                # The ranks find out at different times.
+                self._process.close(self._orphans.popleft(), on_all=False)
 
     def unfollow_all(self) -> None:
         """No request is followed any more, because the filter process lost their tokens or has ended."""

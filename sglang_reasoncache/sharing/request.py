@@ -30,7 +30,8 @@ class RequestRecord:
         pages: Puts whole pages together from the blocks that the filter found. None at page size 1.
         pending: Candidates that wait for their KV distance to be measured, because this row or the source's
             row is missing, a sliding window still covers the block, or SGLang has enough slots.
-        in_ledger: The ledger's blocks whose destination or source is in the row. Only the ledger changes this.
+        in_ledger: The ledger's blocks whose destination or source is in the row, each with its order of
+            arrival there. Only the ledger changes this.
         redirected: Candidates that share now, in the order in which they began to share.
         copied: Candidates that shared before a retraction, after which the request's KV was copied back. Their
             positions hold copies of their sources' KV.
@@ -45,7 +46,7 @@ class RequestRecord:
     candidates: dict[int, Candidate] = field(default_factory=dict)
     pages: Pages | None = None
     pending: list[Candidate] = field(default_factory=list)
-    in_ledger: dict[BlockProposal, None] = field(default_factory=dict)
+    in_ledger: dict[BlockProposal, int] = field(default_factory=dict)
     redirected: list[Candidate] = field(default_factory=list)
     copied: dict[Candidate, None] = field(default_factory=dict)
     merges: Merges = field(default_factory=Merges)

@@ -248,6 +248,14 @@ managers.tokenizer_manager.TokenizerManager.generate_request
 # The slots of evicted nodes are freed here and nowhere else. Our tree says of which they are.
 mem_cache.unified_radix_cache.UnifiedRadixCache._free_values
     self._drain_device_frees(device_frees)
+# An evicted node loses its KV of full attention by this method, or once that KV is on the host.
+mem_cache.unified_radix_cache.UnifiedRadixCache._evict_components
+    node_id, made_progress = self._evict_device_next_node(
+    backup_kv = self._evict_device_leaf(node_id, tracker)
+    self._demote(node_id, tracker)
+    self._drop_subtree_no_host(node_id, tracker)
+mem_cache.unified_radix_cache.UnifiedRadixCache._evict_device_leaf
+    result = self.tree_core.evict_device_leaf(node_id, self.is_write_back)
 # Groups of DP attention agree on a batch after its slots were allocated, and decode steps may become prefills.
 managers.scheduler.Scheduler.get_next_batch_to_run
     self.update_running_batch(running_batch)

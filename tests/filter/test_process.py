@@ -177,10 +177,39 @@ def test_prompts_wait_for_answers(make: Make, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         for _ in range(2):
             step_filter.open(0, True, prompt)
-            sent += [len(prompt) for *_, prompt in step_filter._opened]
+            sent += [len(prompt) for *_, prompt in step_filter._opened.values()]
             feed(step_filter, [])
         take_all(step_filter)
     assert sent == [60, 0, 60, 0]
+
+
+def test_requests_that_end_before_a_feed_cost_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many short answers after a feed, the next one says nothing. Their prompts leave room for others'."""
+    monkeypatch.setattr(process, "_MOST_OF_PROMPTS", 100)
+    step_filter = make()
+    prompt = array("q", range(60))
+    first = feed_new(step_filter)
+    for _ in range(50):
+        request = step_filter.open(0, True, prompt)
+        assert step_filter._opened[request][3] is prompt
+        step_filter.join(request, 7)
+        step_filter.join(first, 7)
+        step_filter.close(request)
+    assert not step_filter._opened and not step_filter._closed
+    assert step_filter._joined == {first: 7}
+    # What this rank closes earlier than others leaves no room before the next feed, as on the other ranks.
+    step_filter.close(step_filter.open(0, True, prompt), on_all=False)
+    request = step_filter.open(0, True, prompt)
+    assert not step_filter._opened[request][3]
+    for room in (False, True):
+        feed(step_filter, [request], _STEP)
+        assert not step_filter._opened and not step_filter._joined
+        assert bool(step_filter._opened[step_filter.open(0, True, prompt)][3]) == room
+        assert {each.request for each in take_all(step_filter)} <= {first, request}
+    step_filter.close(request)
+    assert step_filter._closed == [request], "the process knows it"
 
 
 @pytest.mark.parametrize("hurried", [False, True])
@@ -263,6 +292,23 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     step_filter.restart()
     feed_new(step_filter)
     assert (step_filter.ready(), step_filter.pid) == (0, 0)
+
+
+def test_replies_make_up_for_restarts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures that have nothing to do with each other do not end sharing, failures in a row do."""
+    monkeypatch.setattr(process, "FORGIVEN_AFTER", 2)
+    step_filter = make()
+
+    def fails_after(replies: int) -> bool:
+        for _ in range(replies):
+            check_it_works(step_filter)
+        step_filter.restart()
+        return step_filter.given_up
+
+    # Each process answers often enough to make up for one restart, then three do not.
+    assert not any(fails_after(replies) for replies in (2, 2, 2, 2, 3, 1, 1))
+    assert step_filter.restarts == 7
+    assert fails_after(1) and step_filter.restarts == 7
 
 
 def test_a_stopped_process_holds_nobody_up(make: Make) -> None:

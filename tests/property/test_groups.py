@@ -385,6 +385,7 @@ class GroupMachine(RuleBasedStateMachine):
             assert stored[slots].tolist() == contents(node.tokens, salt)
             assert set(and_children(node)[1:]) <= older, "used later than what goes on with it"
             assert node.parent is None or node.pins <= node.parent.pins
+            assert node.path is None or world.tree._is_cached(node.path.node), "its path is gone"
             older.add(node)
             mine = named_by(slots, world.page)
             self.held_in_tree += len(slots) // world.page

@@ -118,7 +118,7 @@ class ScriptedEngine(FilterProcess):
         self.waiting[request] = []
         return request
 
-    def close(self, request: int) -> None:
+    def close(self, request: int, on_all: bool = True) -> None:
         self.waiting[request] = []
         self.closed.add(request)
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that what a finished response shared stays in the prefix cache, for prompts that may read it."""
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +15,11 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_reasoncache.cache import continuation
+from sglang_reasoncache.cache import continuation, continuations
 from sglang_reasoncache.cache.continuation import Branches, Continuation, Continued, Path
 from sglang_reasoncache.cache.continuations import MOST_ALIKE
 from sglang_reasoncache.compat.carriers import CONTINUED
-from tests.property.world import Pair, Setup, World
+from tests.property.world import OUTPUT, PROMPT, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
@@ -30,9 +33,11 @@ FIRST = 8
 PAIRS = Pair(FIRST, 24), Pair(12, 20)
 
 
-def finished(world: World, name: str = "r") -> list[int]:
-    """The tokens of a request that shared, and finished."""
-    req = world.start(name)
+def finished(world: World, name: str = "r", first: int = PROMPT[0]) -> list[int]:
+    """The tokens of a request that shared, and finished. ``first``: the first token of its prompt."""
+    req = world.request(name, [first, *PROMPT[1:]])
+    world.respond(req, range(100, 101 + OUTPUT))
+    world.controller.after_decode([req])
     world.propose(req, *PAIRS)
     for _ in range(3):
         world.controller.after_decode([req])
@@ -186,6 +191,47 @@ def test_what_lost_its_path_is_evicted(setup: Setup) -> None:
     world.tree.evict(EvictParams(num_tokens=1))
     assert len(world.allocator.continuations) == 0
     assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    world.assert_empty()
+
+
+class Counting(OrderedDict[Any, None]):
+    """Counts how many keys were looked at one after the other."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in super().__iter__():
+            self.looked_at += 1
+            yield key
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_eviction_looks_at_what_it_evicts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang evicts at each decode step once the pool is full, however many continuations there are."""
+    world = World(replace(setup, slots=800))
+    tree = world.tree
+    there = world.allocator.continuations
+    prompts = [finished(world, str(number), 500 + number) for number in range(12)]
+    paths = [node.path.node for node in there if node.path is not None]
+    checked = list[int]()
+    is_cached = tree._is_cached
+
+    def check(node: int) -> bool:
+        checked.append(node)
+        return bool(is_cached(node))
+
+    monkeypatch.setattr(tree, "_is_cached", check)
+    tree.evict(EvictParams(num_tokens=1))
+    assert checked == paths[:1] and len(there) == 11
+    # The core cannot evict. Of the continuations those that were used least recently are looked at.
+    locks = [tree.lock(asked(world, tokens, opted_out=True).last_node) for tokens in prompts]
+    monkeypatch.setattr(continuations, "_VICTIMS", 2)
+    there._used = counting = Counting(there._used)
+    counting.looked_at = 0
+    tree.evict(EvictParams(num_tokens=1))
+    assert checked == paths[:1] and len(there) == 11 and counting.looked_at == 2
+    for lock in locks:
+        tree.unlock(lock)
     world.assert_empty()
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests ``Ledger`` against a list that is sorted by KV distance, then by order of arrival."""
 
+import gc
+import weakref
 from array import array
 from typing import NamedTuple
 
@@ -79,6 +81,23 @@ def test_a_ledger_is_a_sorted_list(steps: list[tuple[int, int, int, float] | str
                 ledger.remove(gone.block)
             _check(ledger, entries, reqs)
             assert len(ledger._queue) <= 2 * len(entries) + 2, "removed blocks are forgotten"
+
+
+def test_a_removed_block_keeps_no_request_alive() -> None:
+    """The ledger of an idle server may never change again."""
+    ledger = Ledger()
+    stays = _request("stays")
+    ledger.add(_block(stays, stays, 8), 0.5)
+    reader = _request("reader")
+    lender = _request("lender")
+    block = _block(reader, lender, 8)
+    ledger.add(block, 1.0)
+    held = [*map(weakref.ref, (reader, lender, block.row, block.lender_row))]
+    ledger.remove(block)
+    del reader, lender, block
+    gc.collect()
+    assert [each() for each in held] == [None] * 4
+    assert len(ledger) == 1 and ledger.slots == 8
 
 
 def test_a_request_that_no_poll_has_seen_has_no_blocks() -> None:

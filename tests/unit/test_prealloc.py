@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests what the decode server of a PD pair reclaims for a prompt, with SGLang's own ``DecodePreallocQueue``."""
+"""What the decode server of a PD pair reclaims for a prompt, with SGLang's own ``DecodePreallocQueue``."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -118,6 +118,14 @@ def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
     assert told.response("newer") is None
 
 
+def test_of_responses_with_one_id_the_newest_is_told(world: World) -> None:
+    told = world.controller.report
+    told.kept = deque(maxlen=3)
+    for number, name in enumerate(("r", "r", "other")):
+        told.kept.append(({"rid": name}, array("i", [number])))
+    assert told.response("r") == {"rid": "r", "output_ids": [1]}
+
+
 def test_parts_of_a_response() -> None:
     """The text is cut where a run of sharing blocks, or its source, begins or ends. No part of it is lost."""
     text = "what repeats, and so what repeats, ends"
