@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what a client sends in ``custom_params``: whether the request shares, and which parts of the prompt
-are documents. A document is prefilled once for all prompts with equal text before the first document."""
+are documents. A document is prefilled once for all prompts with equal text before the first document. A header
+says whether the request shares where SGLang's API has no ``custom_params``."""
 
+import json
 import re
 import reprlib
 from collections.abc import Sequence
@@ -14,6 +16,11 @@ from sglang_reasoncache.compat.types import Request
 
 #: The key by which a request opts out of everything that the plugin does, or asks for a record of it.
 OPT_OUT_KEY = "reasoncache"
+#: The HTTP header that may have the same value, its name where SGLang's router is in front (which forwards few
+#: names, and those that begin so), and the most characters of it that are read.
+HEADER = "X-Reasoncache"
+ROUTED_HEADER = "X-Request-Id-Reasoncache"
+_LONGEST = 100
 #: Strings that a client may send as the value of ``OPT_OUT_KEY``, in upper or lower case.
 _SPELLINGS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -166,14 +173,34 @@ def asked_of(custom_params: object) -> Asked:
     and ``record``. Raises ValueError for any other value, and unless ``custom_params`` is a dict or None."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
-    value = (custom_params or {}).get(OPT_OUT_KEY)
+    return _asked(f"custom_params: {OPT_OUT_KEY}", (custom_params or {}).get(OPT_OUT_KEY))
+
+
+def header_value(lines: Sequence[str]) -> object:
+    """The value for :data:`OPT_OUT_KEY` that the lines of our header have: JSON, or a bare word. None without
+    lines. Raises ValueError for a wrong value, and for lines that differ."""
+    if not lines:
+        return None
+    line = lines[0]
+    if any(other != line for other in lines):
+        raise ValueError(f"{HEADER} must have one value, got {_brief(list(lines))}")
+    if len(line) > _LONGEST:
+        raise ValueError(f"{HEADER} must have at most {_LONGEST} characters, got {len(line)}")
+    try:
+        value: object = json.loads(line)
+    except ValueError:
+        value = line
+    _asked(HEADER, value)
+    return value
+
+
+def _asked(name: str, value: object) -> Asked:
     if not isinstance(value, dict):
-        return Asked(share=value is None or _is_true(OPT_OUT_KEY, value))
+        return Asked(share=value is None or _is_true(name, value))
     known = Asked.__dataclass_fields__
     if unknown := value.keys() - known.keys():
-        told = f"{OPT_OUT_KEY} has the keys {', '.join(known)}, got {_brief(list(unknown))}"
-        raise ValueError(f"custom_params: {told}")
-    return Asked(**{key: _is_true(f"{OPT_OUT_KEY}.{key}", each) for key, each in value.items()})
+        raise ValueError(f"{name} has the keys {', '.join(known)}, got {_brief(list(unknown))}")
+    return Asked(**{key: _is_true(f"{name}.{key}", each) for key, each in value.items()})
 
 
 def _is_true(name: str, value: object) -> bool:
@@ -181,7 +208,7 @@ def _is_true(name: str, value: object) -> bool:
     if isinstance(value, int) and value in (0, 1):
         found = bool(value)
     if found is None:
-        raise ValueError(f"custom_params: {name} must be true or false, got {_brief(value)}")
+        raise ValueError(f"{name} must be true or false, got {_brief(value)}")
     return found
 
 

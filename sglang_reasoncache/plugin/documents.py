@@ -22,6 +22,7 @@ from sglang_reasoncache import custom_params as marks
 from sglang_reasoncache.compat.carriers import COMPOSES, FINDER
 from sglang_reasoncache.config import ReasonCacheConfig, config_of
 from sglang_reasoncache.filter.documents import DocumentFinder
+from sglang_reasoncache.plugin import header
 from sglang_reasoncache.plugin.waiting import waiting
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ _ranks = itertools.count(os.getpid())
 def around_generate(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
-    """Hook around SGLang's ``generate_request``, which every API calls: prefills marked documents first."""
+    """Hook around SGLang's ``generate_request``, which every API calls: reads our header, and prefills marked
+    documents first."""
+    header.apply(manager, obj, request)
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
     marked = any(

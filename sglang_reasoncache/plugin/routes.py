@@ -27,10 +27,11 @@ BRIEF = DETAILS + "?blocks=false"
 
 
 def add() -> None:
-    """Add the paths to SGLang's HTTP application. Details and responses show other clients' requests, so
-    reading them requires the ``--admin-api-key`` if the server has one."""
-    from sglang_reasoncache.plugin import page
+    """Add the paths to SGLang's HTTP application, and the check of our header. Details and responses show other
+    clients' requests, so reading them requires the ``--admin-api-key`` if the server has one."""
+    from sglang_reasoncache.plugin import header, page
 
+    header.add_check()
     present = {getattr(route, "path", None) for route in compat.http_app.routes}
     for_admins = compat.auth_level(compat.AuthLevel.ADMIN_OPTIONAL)
     endpoints = {

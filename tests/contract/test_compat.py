@@ -3,6 +3,7 @@
 
 A failure here names what changed in SGLang. Adapt ``sglang_reasoncache/compat`` to that change."""
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -10,9 +11,11 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang
 
 import sglang_reasoncache
 from sglang_reasoncache import compat
@@ -363,3 +366,28 @@ def test_attribute_exists(protocol: type, attribute: str) -> None:
         for base in found.__mro__
         if base.__module__.startswith("sglang")
     ), f"{found.__name__} has no {attribute}"
+
+
+#: Files of SGLang without an HTTP request: ``Engine``, warm-ups, and gRPC, with which no server of ours starts.
+WITHOUT_HTTP = {"engine.py", "warmup.py", "grpc_bridge.py"}
+
+
+def _calls_of_generate_request() -> Iterator[tuple[str, ast.Call]]:
+    """SGLang's calls of ``generate_request`` in its APIs."""
+    srt = Path(sglang.__path__[0], "srt")
+    for file in (*srt.glob("entrypoints/**/*.py"), *srt.glob("managers/tokenizer_manager*.py")):
+        text = file.read_text() if file.name not in WITHOUT_HTTP else ""
+        for node in ast.walk(ast.parse(text)) if "generate_request(" in text else ():
+            name = getattr(node, "func", None)
+            if isinstance(node, ast.Call) and getattr(name, "attr", "") == "generate_request":
+                yield f"{file.relative_to(srt)}:{node.lineno}", node
+
+
+def test_every_api_hands_on_its_http_request() -> None:
+    """An API of a later version that did not would drop the header."""
+    calls = dict(_calls_of_generate_request())
+    files = {place.split("/")[-1].split(":")[0] for place in calls}
+    assert len(calls) > 20 and {"serving_chat.py", "serving_responses.py"} <= files
+    for place, call in calls.items():
+        handed = [ast.unparse(each) for each in call.args[1:]]
+        assert handed in (["request"], ["raw_request"]), place

@@ -10,14 +10,18 @@ import contextlib
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from eval.serving import MODEL_NAME, ServerProcess
+from eval.serving import MODEL_NAME, ServerProcess, free_port
+from sglang_reasoncache.custom_params import HEADER, ROUTED_HEADER
 from sglang_reasoncache.native import NativeUnavailable, library
 from sglang_reasoncache.plugin.report import GAUGES
 from tests.server import specs
@@ -209,6 +213,91 @@ def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     body = {"text": "one", "sampling_params": {"custom_params": {"reasoncache": "maybe"}}}
     refused = server.post("/generate", json=body)
     assert refused.status_code == 400 and "got 'maybe'" in refused.text
+
+
+def _short() -> dict[str, dict[str, Any]]:
+    """A short request for each of SGLang's APIs."""
+    talk = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": "1 + 2 ="}],
+        "max_tokens": 8,
+    }
+    ollama = {"model": MODEL_NAME, "options": {"num_predict": 8}}
+    return {
+        "/v1/chat/completions": talk,
+        "/v1/completions": {"model": MODEL_NAME, "prompt": ["1 +", "2 +"], "max_tokens": 8},
+        "/generate": {"text": "1 + 2 =", "sampling_params": {"max_new_tokens": 8}},
+        "/v1/responses": {"model": MODEL_NAME, "input": "1 + 2 =", "max_output_tokens": 8},
+        "/v1/messages": talk,
+        "/api/chat": {**ollama, "messages": talk["messages"]},
+        "/api/generate": {**ollama, "prompt": "1 + 2 ="},
+    }
+
+
+def _opted_out(server: ServerProcess) -> int:
+    wait_until_idle(server)
+    found: int = report(server)["totals"]["requests_opted_out"]
+    return found
+
+
+@pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
+def test_a_header_opts_out_in_every_api(server: ServerProcess) -> None:
+    """Also where requests have no ``custom_params``, streaming or not. The next request on the same connection
+    shares. A wrong value is refused in the form of the API, before a stream begins."""
+    for path, body in _short().items():
+        for stream in (False, True):
+            asked = {**body, "stream": stream}
+            before = _opted_out(server)
+            for headers in ({HEADER: "false"}, {HEADER: "true"}, {}):
+                answer = server.post(path, json=asked, headers=headers)
+                assert answer.status_code == 200 and answer.text, answer.text
+            assert _opted_out(server) == before + (2 if path == "/v1/completions" else 1), path
+            refused = server.post(path, json=asked, headers={HEADER: "maybe"})
+            told = refused.json()
+            message = told.get("error", told)["message"]
+            assert refused.status_code == 400 and message.endswith("true or false, got 'maybe'")
+            assert (told.get("type") == "error") == (path == "/v1/messages")
+    before = _opted_out(server)
+    for value in (True, False):
+        sampling = {"custom_params": {"reasoncache": value}, "max_new_tokens": 8}
+        body = {"text": "1 + 2 =", "sampling_params": sampling}
+        assert server.post("/generate", json=body, headers={HEADER: "0"}).status_code == 200
+    assert _opted_out(server) == before + 1
+    told = server.post("/generate", json={"text": "1"}, headers={HEADER: '{"record": 1}'}).json()
+    assert told["meta_info"]["reasoncache"]["blocks"] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
+def test_a_router_hands_the_header_on(server: ServerProcess, tmp_path: Path) -> None:
+    """SGLang's router drops headers that it does not know and, of chat and ``/generate``, ``custom_params``."""
+    pytest.importorskip("sglang_router", exc_type=ImportError)
+    port = free_port()
+    where = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
+    command = (sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", server.url)
+    log = tmp_path / "router.log"
+    with log.open("w") as file:
+        router = subprocess.Popen((*command, *where), stdout=file, stderr=file)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            deadline = time.monotonic() + 60
+            while True:
+                assert router.poll() is None and time.monotonic() < deadline, log.read_text()
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get("/readiness").status_code == 200:
+                        break
+                time.sleep(0.1)
+            for path in ("/v1/chat/completions", "/generate", "/v1/responses"):
+                before = _opted_out(server)
+                headers = {ROUTED_HEADER: "false"}
+                # Without ``stream`` the router sends null to the Responses API, which SGLang refuses.
+                asked = {**_short()[path], "stream": False}
+                answer = client.post(path, json=asked, headers=headers, timeout=60)
+                assert answer.status_code == 200, answer.text
+                assert _opted_out(server) == before + 1
+    finally:
+        router.terminate()
+        router.wait(30)
 
 
 THINK = "<think>"

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from eval.serving import ServerProcess
+from eval.serving import MODEL_NAME, ServerProcess, wait_until_idle
+from sglang_reasoncache.custom_params import HEADER
 from tests.server import specs
 from tests.server.harness import generate
 from tests.server.problems import TO_THE_END, prompts
@@ -40,6 +41,23 @@ def test_wrong_parameters_are_refused(server: ServerProcess) -> None:
     for custom in ({"reasoncache": "perhaps"}, {"documents": [[5, 1]]}):
         body = {"input_ids": [5] * 20, "sampling_params": {"custom_params": custom}}
         assert _statuses(server, "POST", "/generate", json=body) == {400}
+
+
+def _opted_out(server: ServerProcess) -> int:
+    wait_until_idle(server)
+    [told] = server.get("/reasoncache").json()["schedulers"]
+    found: int = told["totals"]["requests_opted_out"]
+    return found
+
+
+def test_the_header_opts_out_and_is_checked(server: ServerProcess) -> None:
+    """In APIs whose requests have no ``custom_params``."""
+    before = _opted_out(server)
+    ask: dict[str, Any] = {"model": MODEL_NAME, "input": "1 + 2 =", "max_output_tokens": 4}
+    for value, status in (("false", 200), ("maybe", 400)):
+        headers = {HEADER: value}
+        assert _statuses(server, "POST", "/v1/responses", json=ask, headers=headers) == {status}
+    assert _opted_out(server) == before + CONNECTIONS
 
 
 def test_a_response_shares_and_says_what_it_read(server: ServerProcess) -> None:
