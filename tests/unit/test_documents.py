@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_reasoncache import policy_options, registry
+from sglang_reasoncache import compat, policy_options, registry
 from sglang_reasoncache.attention import families, models, rotations
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import report
@@ -78,6 +78,20 @@ def test_source_paths_and_commands_exist(page: Path) -> None:
         assert made.with_suffix(".py").exists() or (made / "__main__.py").exists(), module
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
+
+
+def test_the_supported_versions_are_named() -> None:
+    """The image and the pinned packages have the newest."""
+    supported = compat.SUPPORTED_SGLANG
+    newest = supported[-1]
+    both = " and ".join(filter(None, (", ".join(supported[:-1]), newest)))
+    for page in ("README.md", "CHANGELOG.md", "docs/index.md", "docs/versions.md"):
+        assert re.search(rf"SGLang \[?{re.escape(both)}\b", (ROOT / page).read_text()), page
+    assert f"\n| | {' | '.join(supported)} |" in TEXT["versions"]
+    image = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert re.findall(r"^FROM .*:v(\S+)", image, re.MULTILINE) == [newest]
+    assert f'"sglang>={supported[0]},<={newest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nsglang=={newest}\n" in (ROOT / "constraints.txt").read_text()
 
 
 def _table(page: str, heading: str) -> str:
