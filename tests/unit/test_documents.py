@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from sglang_reasoncache import compat, policy_options, registry
 from sglang_reasoncache.attention import families, models, rotations
@@ -144,8 +146,8 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
 
 
 def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example policy in docs/eviction.md, in a module outside the package, evicts what the page says."""
-    [source] = re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL)
+    """The example policies in docs/eviction.md, in a module outside the package, evict what the page says."""
+    source = "\n\n".join(re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL))
     [flag] = re.findall(r"`--reasoncache-policy (thin:.*?)`", TEXT["eviction"])
     (tmp_path / "thin.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -153,12 +155,18 @@ def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         [(_, policy)] = policy_options.parse(flag).evictors
         with pytest.raises(policy_options.PolicyError, match="keep of thin:Thinning between 2 and"):
             policy_options.parse(flag.replace("keep=4", "keep=1"))
+        [(_, fading)] = policy_options.parse("thin:Fading:budget=9").evictors
     finally:
         policy_options.parse.cache_clear()
         sys.modules.pop("thin")
     policy = dataclasses.replace(policy, budget=10, recent=2)
     assert evict(policy, view(20, owned=3), 20, 8) == [3, 5, 6, 7, 9, 10, 11, 13]
     assert evict(policy, view(30, page=2), 30, 5) == [2, 3, 4, 5, 6, 7]
+    weights = np.random.default_rng(1).random((300, 300))
+    assert fading.accumulates and fading.queries == 32
+    now = dataclasses.replace(view(300, weights), earlier=torch.ones(300), seen=44)
+    expected = torch.from_numpy(0.5 + weights[44:].sum(axis=0)).float()
+    torch.testing.assert_close(fading.scores(now), expected)
 
 
 def test_the_worked_example_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
