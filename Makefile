@@ -12,7 +12,7 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-reasoncache bench-memshare bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents small-model real-model soak docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized test-versions sglang-diff release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-reasoncache bench-memshare bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents small-model real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-versions  contract tests and a live server with each supported SGLang version"
+	@echo "make sglang-diff OLD=0.5.22 NEW=0.5.23  what changed of SGLang's functions that we use; DIFF_ARGS=--full: how"
 	@echo "make release      sdist and wheel in dist/, checked, nothing uploaded"
 	@echo "make bench-filter TRACES=FOLDER    what the filter costs"
 	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (two hours)"
@@ -77,6 +78,9 @@ test-sanitized: setup
 
 test-versions: setup
 	tools/versions.sh $(PYTHON_ENV)
+
+sglang-diff: setup
+	@tools/sglang_diff.sh $(PYTHON_ENV) $(OLD) $(NEW) $(DIFF_ARGS)
 
 release:
 	@tools/release.sh

@@ -271,7 +271,8 @@ def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untested version is refused unless the operator allows it."""
     monkeypatch.setattr(compat, "version", lambda _: "0.4.0")
-    message = "supports sglang 0.5.22, 0.5.23, found 0.4.0; pass --reasoncache-set allow_untested_sglang=true"
+    supported = ", ".join(compat.SUPPORTED_SGLANG)
+    message = f"supports sglang {supported}, found 0.4.0; pass --reasoncache-set allow_untested_sglang=true"
     with pytest.raises(ValueError, match=message):
         compat.check_version(allow_untested=False)
     compat.check_version(allow_untested=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# For the scripts beside this file, which source it in the root of the checkout: finds a Python and uv.
+# For the scripts beside this file, which source it in the root of the checkout: finds a Python and uv, unpacks SGLang.
 # PYTHON=/path/to/python selects the interpreter. uv is fetched into .tools when it is not on PATH.
 
 fail() {
@@ -45,4 +45,18 @@ find_uv() {
             fail "could not install uv from the package registry"
     fi
     echo "$tool/bin/uv"
+}
+
+unpack() {
+    # Unpacks SGLang of version $2 for the Python $1, without the packages that it asks for. Prints the folder.
+    unpacked=$PWD/build/sglang-$2
+    if [ ! -d "$unpacked" ]; then
+        uv=$(find_uv "$1")
+        rm -rf "$unpacked.part"
+        "$uv" pip install --quiet --no-deps --python "$1" --target "$unpacked.part" "sglang==$2" >&2
+        mv "$unpacked.part" "$unpacked"
+    fi
+    PYTHONPATH="$unpacked" "$1" -c "import sys, sglang; sys.exit(not sglang.__file__.startswith(sys.argv[1]))" \
+        "$unpacked" >&2 || fail "$1 imports another SGLang than $unpacked"
+    echo "$unpacked"
 }

@@ -8,20 +8,11 @@ set -eu
 python=$(realpath -s "$1")
 cd "$(dirname "$0")/.."
 . tools/uv.sh
-uv=$(find_uv "$python")
 
 for version in $("$python" -c "from sglang_reasoncache import compat; print(*compat.SUPPORTED_SGLANG)"); do
     echo "versions: SGLang $version"
-    unpacked=$PWD/build/sglang-$version
-    if [ ! -d "$unpacked" ]; then
-        rm -rf "$unpacked.part"
-        "$uv" pip install --quiet --no-deps --python "$python" --target "$unpacked.part" "sglang==$version"
-        mv "$unpacked.part" "$unpacked"
-    fi
+    unpacked=$(unpack "$python" "$version")
     export PYTHONPATH="$unpacked:$PWD"
-    # Fails if another SGLang is imported.
-    "$python" -c "import sys, sglang; sys.exit(not sglang.__file__.startswith(sys.argv[1]))" "$unpacked" ||
-        fail "PYTHON imports another SGLang than $unpacked"
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest tests/contract \
         "tests/server/test_sharing.py::test_what_an_operator_can_see"
 done

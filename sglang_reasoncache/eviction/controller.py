@@ -16,7 +16,7 @@ from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
-from sglang_reasoncache.eviction.policies.evictor import ALWAYS, Evictor, runs
+from sglang_reasoncache.eviction.policies.evictor import ALWAYS, BETWEEN_POLLS, Evictor, runs
 from sglang_reasoncache.eviction.row_state import (
     Decision,
     EvictionStats,
@@ -25,8 +25,6 @@ from sglang_reasoncache.eviction.row_state import (
     written_positions,
 )
 
-#: A request writes at most this many positions between two polls. A poll comes every fourth decode step.
-_BETWEEN_POLLS = 8
 #: ``GET /reasoncache/details`` lists at most this many runs of evicted positions per request.
 _REMEMBERED = 1024
 
@@ -169,7 +167,7 @@ class EvictionController:
         """Have a policy with running totals (``accumulates``) count the newest queries now, if the buffer that
         keeps these queries may overwrite some of them before the next poll."""
         totals = state.totals.get(name)
-        if totals is None or written - totals.seen + _BETWEEN_POLLS > policy.queries:
+        if totals is None or written - totals.seen + BETWEEN_POLLS > policy.queries:
             view = self._view(policy, req, state, written)
             self._scores(name, policy, req, state, view)
 

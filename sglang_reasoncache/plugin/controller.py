@@ -195,14 +195,14 @@ class Controller:
                 self.report.publish()
 
     def _count_ended(self, req: Request, record: RequestRecord | None, row: HostRow) -> None:
-        """Count a finished request unless it was aborted."""
+        """Report a finished request unless it was aborted."""
         if isinstance(req.finished_reason, compat.FINISH_ABORT):
             return
         if record is None:
             if self.records.count(req):
                 positions = len(req.origin_input_ids) + len(req.output_ids)
                 self.stats.request_finished(0, positions)
-        elif record.takes_part:
+        else:
             self.report.request_finished(req, record, row.saved + row.borrowed, row.evicted)
 
     def flushed(self) -> None:

@@ -157,11 +157,10 @@ class Report:
     def request_finished(
         self, req: Request, record: RequestRecord, shared: int, evicted: int
     ) -> None:
-        """Count and remember a finished request. ``shared`` of its positions read another position's slot, and
-        ``evicted`` of its positions were evicted."""
+        """Remember a finished request, and count it if it took part. ``shared`` of its positions read another
+        position's slot, and ``evicted`` of its positions were evicted."""
         prompt = len(req.origin_input_ids)
         output = len(req.output_ids)
-        self.stats.request_finished(shared, prompt + output, evicted)
         self.recent.append(
             {
                 "rid": req.rid[:MOST_OF_ID],
@@ -170,9 +169,13 @@ class Report:
                 "shared_positions": shared,
                 "evicted_positions": evicted,
                 "retractions": req.retraction_count,
+                **_what_became_of_blocks(record),
                 **_what_was_read(record, _RECENT_BLOCKS),
             }
         )
+        if not record.takes_part:
+            return
+        self.stats.request_finished(shared, prompt + output, evicted)
         if self.config.keep_responses:
             self.kept.append((self.recent[-1], array("i", req.output_ids[:_KEPT_TOKENS])))
 
@@ -274,6 +277,20 @@ class Report:
         evicted = self.eviction.positions_now
         shareable = self.pipeline.ledger.slots
         return f"#shared token: {shared}, #shareable token: {shareable}, #evicted token: {evicted}"
+
+
+def _what_became_of_blocks(record: RequestRecord) -> dict[str, Any]:
+    """Why a response shared no more than it did (docs/watching.md)."""
+    accepted, unmeasured = record.unshared()
+    return {
+        "opted_out": not record.takes_part,
+        "steps": record.steps,
+        "blocks_proposed": record.proposed,
+        "blocks_shared": len(record.approximate),
+        "blocks_accepted": accepted,
+        "blocks_unmeasured": unmeasured,
+        "refusals": dict(record.refusals),
+    }
 
 
 def _what_was_read(record: RequestRecord, most: int | None) -> dict[str, Any]:

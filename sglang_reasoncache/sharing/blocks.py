@@ -96,6 +96,7 @@ class Candidate:
             accepted. During that epoch the distance is not judged again, even after a retraction.
         shared_at: How many positions had written KV when the block began to share; 0 if it never did. If a
             retraction had its KV computed again, the time after the retraction.
+        waits: Why the block was last refused and kept, to be asked about again; "" if it never was.
     """
 
     runs: tuple[Run, ...]
@@ -103,6 +104,7 @@ class Candidate:
     source_rid: str = ""
     accepted: int = -1
     shared_at: int = 0
+    waits: str = ""
 
     def __post_init__(self) -> None:
         self.source_rid = self.source_rid[:MOST_OF_ID]

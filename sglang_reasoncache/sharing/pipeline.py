@@ -202,6 +202,9 @@ class BlockPipeline:
             if req is None:
                 self._stats.refusals[Refusal.LATE.value] += result.num_pairs
                 continue
+            record = known_record(req)
+            record.steps += 1
+            record.proposed += result.num_pairs
             # The rules are checked again before measuring. The check here makes the batches equal on all ranks:
             # a request that SGLang dropped may still exist on some ranks, which refuse its blocks here.
             for block in self._blocks(req, result):
@@ -210,7 +213,7 @@ class BlockPipeline:
                 if self._measures:
                     self._waiting.append([block])
                 else:
-                    known_record(req).pending.append(block.candidate)
+                    record.pending.append(block.candidate)
             for pairs in result.alternatives:
                 # They are measured whether or not SGLang has enough slots, because only the chosen are kept.
                 group = [
@@ -239,7 +242,7 @@ class BlockPipeline:
         for dst, src, member in result.across:
             source = self._records.source(req, member)
             if source is None:
-                self._stats.refusals[Refusal.LATE.value] += 1
+                self._count(req, Refusal.LATE)
                 continue
             for runs in self._whole(req, Run(dst, src, self.block), member):
                 candidate = Candidate(runs, weakref.ref(source), source.rid)
@@ -374,15 +377,23 @@ class BlockPipeline:
         return refusal is None
 
     def _refuse(self, block: BlockProposal, refusal: Refusal) -> None:
-        self._stats.refusals[refusal.value] += 1
         record = known_record(block.req)
-        if record.candidates.get(block.dst_start) is not block.candidate:
-            return
-        if refusal not in (Refusal.LATE, Refusal.IN_WINDOW):
+        candidate = block.candidate
+        waits = _is_candidate(block) and refusal in (Refusal.LATE, Refusal.IN_WINDOW)
+        # A block that waits is asked about at each poll.
+        if not (waits and candidate.waits == refusal.value):
+            self._count(block.req, refusal)
+        if waits:
+            candidate.waits = refusal.value
+            if record.row is not None and record.row is block.row:
+                # It waits until the request of the source has a row, or until the sliding window has passed.
+                record.pending.append(candidate)
+        elif _is_candidate(block):
             del record.candidates[block.dst_start]
-        elif record.row is not None and record.row is block.row:
-            # The block waits until the request of the source has a row, or until the sliding window has passed.
-            record.pending.append(block.candidate)
+
+    def _count(self, req: Request, refusal: Refusal) -> None:
+        self._stats.refusals[refusal.value] += 1
+        known_record(req).refusals[refusal.value] += 1
 
 
 def _is_candidate(block: BlockProposal) -> bool:

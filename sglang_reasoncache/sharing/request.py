@@ -4,6 +4,7 @@ with the request. ``records.py`` has the steps of a request's life."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from sglang_reasoncache.cache.host_row import HostRow
@@ -37,6 +38,9 @@ class RequestRecord:
             positions hold copies of their sources' KV.
         merges: The :class:`Merges` of the request's group, or of the request alone if it has no group.
         eviction: What evicting policies store about the request.
+        steps: Number of reasoning steps whose blocks the filter looked for, as far as results were taken.
+        proposed: Number of blocks that the filter proposed, alternatives included.
+        refusals: How often blocks were refused, by ``Refusal``.
     """
 
     takes_part: bool = True
@@ -51,6 +55,9 @@ class RequestRecord:
     copied: dict[Candidate, None] = field(default_factory=dict)
     merges: Merges = field(default_factory=Merges)
     eviction: RowState = field(default_factory=RowState)
+    steps: int = 0
+    proposed: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
 
     @property
     def group(self) -> PromptGroup | None:
@@ -65,6 +72,15 @@ class RequestRecord:
         """The candidates whose positions read, or hold a copy of, their sources' KV, in the order in which they
         began to share."""
         return list({**self.copied, **dict.fromkeys(self.redirected)})
+
+    def unshared(self) -> tuple[int, int]:
+        """How many candidates do not share: those that were accepted (in the ledger), and those whose KV
+        distance was not measured, or not again since a retraction."""
+        mine = self.candidates.values()
+        entered = {block.candidate for block in self.in_ledger}
+        accepted = sum(candidate in entered for candidate in mine)
+        known = entered.union(self.redirected, self.copied)
+        return accepted, sum(candidate not in known for candidate in mine)
 
     def lose_row(self, row: HostRow) -> None:
         """Forget the freed ``row``. All candidates wait again to be measured in the request's next row."""

@@ -5,7 +5,6 @@ A failure here names what changed in SGLang. Adapt ``sglang_reasoncache/compat``
 
 import ast
 import dataclasses
-import functools
 import importlib
 import inspect
 import pkgutil
@@ -17,16 +16,10 @@ from typing import Any
 import pytest
 import sglang
 
-import sglang_reasoncache
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
-from sglang_reasoncache.plugin import attention
-from tests.flash_attention import import_backend
-
-import_backend()
-
-#: Caches sources, because ``getsource`` parses the whole file of a class at each call.
-_source = functools.cache(inspect.getsource)
+from tests.contract.ours import FAILED, OVERRIDES, SUPER
+from tests.contract.ours import source as _source
 
 
 def _accepts(target: Any, parameters: str) -> bool:
@@ -80,15 +73,20 @@ HOOKS = {
 }  # fmt: skip
 
 
-def test_version_and_hook_target_signatures() -> None:
+TARGETS = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
+TARGETS |= {**compat.FRONTEND_HOOK_TARGETS, **compat.LAUNCHER_HOOK_TARGETS}
+
+
+def test_version_is_supported_and_every_hook_is_here() -> None:
     """The hook ``last_loc`` passes all its arguments on to ``get_last_loc_torch``, which must take them."""
     assert compat.version("sglang") in compat.SUPPORTED_SGLANG
-    targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
-    targets |= {**compat.FRONTEND_HOOK_TARGETS, **compat.LAUNCHER_HOOK_TARGETS}
-    assert targets.keys() == HOOKS.keys()
-    for name, at in targets.items():
-        assert _accepts(at, HOOKS[name]), name
+    assert TARGETS.keys() == HOOKS.keys()
     assert _accepts(compat.NAMES["get_last_loc_torch"], _LAST_LOC)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_hooked_function_has_these_parameters(name: str) -> None:
+    assert _accepts(TARGETS[name], HOOKS[name])
 
 
 def test_what_keeps_states_is_asked_as_it_expects() -> None:
@@ -110,27 +108,9 @@ def test_what_keeps_states_is_asked_as_it_expects() -> None:
     assert "mamba_value" in fields
 
 
-def _ours() -> Iterator[type]:
-    """Our CUDA backends, which are classes made at run time, and all our classes outside ``cpu.platform``."""
-    for module in pkgutil.walk_packages(sglang_reasoncache.__path__, "sglang_reasoncache."):
-        if not module.name.endswith(("cpu.platform", "__main__")):
-            for value in vars(importlib.import_module(module.name)).values():
-                if isinstance(value, type) and value.__module__ == module.name:
-                    yield value
-    yield from (attention.backend_class(name, latent) for name, latent in attention.STOCK)
-
-
-def _overrides() -> Iterator[tuple[Any, Any]]:
-    """Pairs of our method and the SGLang method that it overrides."""
-    for cls in _ours():
-        stock = [base for base in cls.__mro__ if base.__module__.startswith("sglang.")]
-        for base in cls.__mro__ if stock else ():
-            for name, method in vars(base).items():
-                if inspect.isfunction(method) and base not in stock and name != "__init__":
-                    yield from ((method, vars(s)[name]) for s in stock if name in vars(s))
-
-
-OVERRIDES = sorted(set(_overrides()), key=lambda pair: (pair[0].__qualname__, pair[1].__qualname__))
+def test_our_modules_can_be_imported() -> None:
+    """If one cannot, the tests below check the classes of the others."""
+    assert not FAILED
 
 
 @pytest.mark.parametrize(("ours", "theirs"), OVERRIDES, ids=lambda method: method.__qualname__)
@@ -140,28 +120,10 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
     named = [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     in_order = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
     names = list(inspect.signature(theirs).parameters)
+    if names == ["self", "args", "kwargs"]:
+        return  # A base class that only raises; the classes that extend it are compared, too.
     assert in_order == names[: len(in_order)] and {p.name for p in named} <= set(names)
     assert len(named) < len(found) or len(named) == len(names)
-
-
-def _calls_of_super() -> Iterator[tuple[type, str, list[type]]]:
-    """Our class, the name of a method that it calls of ``super()``, and the SGLang classes below our class."""
-    for cls in _ours():
-        stock = [base for base in cls.__mro__ if base.__module__.startswith("sglang.")]
-        for base in cls.__mro__ if stock else ():
-            if base.__module__.startswith("sglang_reasoncache."):
-                names = re.findall(r"\bsuper\(\)\.(\w+)", _text(base))
-                yield from ((base, name, stock) for name in names)
-
-
-def _text(cls: type) -> str:
-    try:
-        return _source(cls)
-    except OSError:  # A class that was made at run time has no text.
-        return ""
-
-
-SUPER = {(ours.__qualname__, name): (name, stock) for ours, name, stock in _calls_of_super()}
 
 
 @pytest.mark.parametrize(("name", "stock"), SUPER.values(), ids=map(".".join, SUPER))
@@ -298,6 +260,8 @@ _SNAPSHOTS = ("prepare_prefill_shared_read_snapshot", "_snapshot_prefill_shared_
 
 def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
     """SGLang's backends prepare CUDA graphs only in methods that we override."""
+    from sglang_reasoncache.plugin import attention
+
     assert {name for name, _latent in attention.STOCK} == set(compat.CUDA_BACKENDS)
     base = pkgutil.resolve_name("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
     for stock in map(compat.resolve, set(attention.STOCK.values())):

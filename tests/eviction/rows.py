@@ -72,7 +72,8 @@ def evicted(world: World, req: Req) -> list[int]:
 @dataclass
 class GivenLayer:
     """A layer of a ``View``. ``keys``: ``[held, heads, dim]``. ``given``: attention weights
-    ``[queries, held]``; the last row has the weights of the query at position ``written - 1``."""
+    ``[queries, held]``; the last row has the weights of the query at position ``written - 1``. That of the
+    forward pass in flight is missing."""
 
     keys: torch.Tensor
     given: torch.Tensor | None
@@ -90,7 +91,9 @@ class GivenLayer:
 
     def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         assert self.given is not None, "a policy that reads no queries got some"
-        return self.given[-(self.written - max(first, 0)) :].sum(dim=0)[None]
+        oldest = self.written - len(self.given)
+        until = len(self.given) if end is None else max(end - oldest, 0)
+        return self.given[max(first - oldest, 0) : until].sum(dim=0)[None]
 
 
 def view(

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sglang_reasoncache.eviction.policies import rkv
 from sglang_reasoncache.eviction.policies.contract import View
-from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
 from sglang_reasoncache.eviction.policies.h2o import H2O
 from sglang_reasoncache.eviction.policies.keydiff import ANCHORS, METRICS, KeyDiff
 from sglang_reasoncache.eviction.policies.l2norm import L2Norm
@@ -239,8 +239,10 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
         important = [max(some) for some in near(weights[-4:].mean(axis=0), 1)]
         redundant = averaged(keys, lambda own: redundancies(own, policy.threshold, policy.reach))
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
-    # SnapKV: mean weight of the 6 newest queries on prompt positions 0 to 33, averaged over 5 positions.
-    return [-float(np.mean(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
+    if isinstance(policy, SnapKV):
+        # Mean weight of the 6 newest queries on prompt positions 0 to 33, averaged over 5 positions.
+        return [-float(np.mean(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
+    raise NotImplementedError(f"the formula of {policy}")
 
 
 #: Policy, number of held positions, start and end of those that may be evicted, number of evicted ones.
@@ -289,6 +291,37 @@ def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
             redundancy(torch.ones(held, 2, 8), 0.5, RKV(budget=1).reach)
         products.append(counter.get_total_flops())
     assert products[1] == 4 * products[0] > 0
+
+
+def test_given_weights_end_where_asked() -> None:
+    weights = random_weights(20, 1, queries=5)
+    [layer] = view(20, weights).layers
+    for first, end, rows in (
+        (0, None, weights),
+        (17, 19, weights[2:4]),
+        (17, 10, []),
+        (20, 20, []),
+    ):
+        expected = np.sum(rows, axis=0) if len(rows) else np.zeros(20)
+        assert layer.weights(first, end)[0].numpy() == pytest.approx(expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals(Evictor):
+    """Keeps running totals of what its newest ``kept`` queries attend to."""
+
+    accumulates: ClassVar[bool] = True
+    kept: int = 8
+
+    @property
+    def queries(self) -> int:
+        return self.kept
+
+
+def test_running_totals_need_the_queries_of_a_poll() -> None:
+    assert Totals(budget=8).queries == 8
+    with pytest.raises(OptionError, match="queries at least 8, .* not 7"):
+        Totals(budget=8, kept=7)
 
 
 def test_h2o_goes_on_from_its_total() -> None:

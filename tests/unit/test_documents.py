@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from sglang_reasoncache import policy_options, registry
+from sglang_reasoncache import compat, policy_options, registry
 from sglang_reasoncache.attention import families, models, rotations
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import report
@@ -80,6 +82,20 @@ def test_source_paths_and_commands_exist(page: Path) -> None:
     assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
 
 
+def test_the_supported_versions_are_named() -> None:
+    """The image and the pinned packages have the newest."""
+    supported = compat.SUPPORTED_SGLANG
+    newest = supported[-1]
+    both = " and ".join(filter(None, (", ".join(supported[:-1]), newest)))
+    for page in ("README.md", "CHANGELOG.md", "docs/index.md", "docs/versions.md"):
+        assert re.search(rf"SGLang \[?{re.escape(both)}\b", (ROOT / page).read_text()), page
+    assert f"\n| | {' | '.join(supported)} |" in TEXT["versions"]
+    image = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert re.findall(r"^FROM .*:v(\S+)", image, re.MULTILINE) == [newest]
+    assert f'"sglang>={supported[0]},<={newest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nsglang=={newest}\n" in (ROOT / "constraints.txt").read_text()
+
+
 def _table(page: str, heading: str) -> str:
     """First column of the table whose first heading is ``heading``."""
     rows = TEXT[page].partition(f"\n| {heading} |")[2].partition("\n\n")[0]
@@ -130,8 +146,8 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
 
 
 def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example policy in docs/eviction.md, in a module outside the package, evicts what the page says."""
-    [source] = re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL)
+    """The example policies in docs/eviction.md, in a module outside the package, evict what the page says."""
+    source = "\n\n".join(re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL))
     [flag] = re.findall(r"`--reasoncache-policy (thin:.*?)`", TEXT["eviction"])
     (tmp_path / "thin.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -139,12 +155,18 @@ def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         [(_, policy)] = policy_options.parse(flag).evictors
         with pytest.raises(policy_options.PolicyError, match="keep of thin:Thinning between 2 and"):
             policy_options.parse(flag.replace("keep=4", "keep=1"))
+        [(_, fading)] = policy_options.parse("thin:Fading:budget=9").evictors
     finally:
         policy_options.parse.cache_clear()
         sys.modules.pop("thin")
     policy = dataclasses.replace(policy, budget=10, recent=2)
     assert evict(policy, view(20, owned=3), 20, 8) == [3, 5, 6, 7, 9, 10, 11, 13]
     assert evict(policy, view(30, page=2), 30, 5) == [2, 3, 4, 5, 6, 7]
+    weights = np.random.default_rng(1).random((300, 300))
+    assert fading.accumulates and fading.queries == 32
+    now = dataclasses.replace(view(300, weights), earlier=torch.ones(300), seen=44)
+    expected = torch.from_numpy(0.5 + weights[44:].sum(axis=0)).float()
+    torch.testing.assert_close(fading.scores(now), expected)
 
 
 def test_the_worked_example_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from sglang.srt.managers.schedule_batch import Req, release_req
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.sharing.request import record_of
+from sglang_reasoncache.sharing.rules import Rules
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.eviction.rows import steps
@@ -146,6 +148,24 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
     assert followed in world.engine.closed
     world.controller.after_decode([other])
     assert world.controller.stats.refusals["late"] == 1
+
+
+def test_a_block_that_waits_is_refused_once(slow: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block comes into a window while it is measured, and is asked about at each poll until it has left."""
+    end = 1000
+    monkeypatch.setattr(compat, "freed_of_window", lambda kv, page: (0, end))
+    slow.controller.pipeline._rules = Rules(has_window_pool=True)
+    req = slow.start()
+    slow.propose(req, Pair(20, 8))
+    slow.controller.after_decode([req])
+    end = 0
+    arrive(slow, True)
+    for _ in range(4):
+        assert slow.controller.after_decode([req]) == 0
+    assert slow.controller.stats.refusals == state(req).refusals == {"in_window": 1}
+    end = 1000
+    slow.controller.after_decode([req])
+    assert slow.controller.pipeline.ledger.slots == 4 or slow.controller.pipeline.saved == 4
 
 
 class Voting(Ranks):

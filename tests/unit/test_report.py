@@ -23,7 +23,7 @@ from sglang_reasoncache.plugin import hooks, page, report, routes
 from sglang_reasoncache.sharing.blocks import Candidate, Run
 from sglang_reasoncache.sharing.request import RequestRecord
 from tests.eviction.rows import SINGLE, begun
-from tests.property.world import Eviction, World
+from tests.property.world import Eviction, Pair, SlowMeter, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
@@ -142,6 +142,39 @@ def test_parts_of_a_response() -> None:
     ]
     numbers = asyncio.run(page.parts_of(found, None))
     assert "".join(part["text"] for part in numbers).split() == [str(ord(each)) for each in text]
+
+
+def test_an_entry_says_what_became_of_the_blocks() -> None:
+    """One block is accepted, one overlaps it, and the last is still being measured when the request ends."""
+    world = World(dataclasses.replace(SINGLE, when="short"), SlowMeter)
+    world.controller.request_waits(again=False)  # so that blocks are measured
+    meter: Any = world.meter
+    meter.arrived = True
+    req = world.start()
+    world.propose(req, Pair(20, 8), Pair(22, 10))
+    assert world.controller.after_decode([req]) == 4
+    meter.arrived = False
+    world.propose(req, Pair(26, 14))
+    world.controller.after_decode([req])
+    world.finish(req)
+    told: dict[str, Any] = dict(
+        opted_out=False, steps=2, blocks_proposed=3, blocks_shared=0, blocks_accepted=1
+    )
+    told |= dict(blocks_unmeasured=1, refusals={"overlap": 1})
+    assert world.controller.report.recent[-1].items() >= told.items()
+
+
+def test_a_request_that_opted_out_is_listed_and_not_counted() -> None:
+    world = World(SINGLE)
+    told = world.controller.report
+    told.config = dataclasses.replace(told.config, keep_responses=1)
+    told.kept = deque(maxlen=1)
+    req = world.request("out", range(4), True)
+    world.respond(req, range(12))
+    world.controller.after_decode([req])
+    world.finish(req)
+    assert (told.recent[-1]["rid"], told.recent[-1]["opted_out"]) == ("out", True)
+    assert told.stats.requests_finished == 0 == len(told.kept)
 
 
 def test_long_ids_are_cut_and_a_source_is_listed_once(

@@ -43,7 +43,8 @@ class Layer(Protocol):
 
     def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         """fp32 ``[heads, held]``: softmax weight of each held position, summed over the queries that
-        :meth:`queries` returns. A query gives no weight to later positions."""
+        :meth:`queries` returns. A query gives no weight to later positions. Each call reads and rotates all
+        held keys of the layer."""
 
 
 @dataclass(frozen=True)

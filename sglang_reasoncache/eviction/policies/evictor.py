@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from sglang_reasoncache.eviction.policies.contract import View
 
+#: A request writes at most this many positions between two polls. A poll comes every fourth decode step.
+BETWEEN_POLLS = 8
 #: Values of ``when``.
 ALWAYS = "always"
 SHORT = "short"
@@ -53,7 +55,8 @@ def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
 class Evictor:
     """A policy scores positions (:meth:`scores`). Those with the lowest scores are evicted to meet the budget.
 
-    A policy keeps no state: scores follow from its options and the ``View``. The fields of a policy are options
+    A policy keeps no state: scores follow from its options and the ``View``, which has the running totals of a
+    policy that ``accumulates``. The fields of a policy are options
     of ``--reasoncache-policy``. Exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
@@ -83,7 +86,8 @@ class Evictor:
 
     @property
     def queries(self) -> int:
-        """Number of newest queries of a request that the policy reads; 0 if it reads none."""
+        """Number of newest queries of a request that the policy reads; 0 if it reads none. With
+        ``accumulates`` at least ``BETWEEN_POLLS``."""
         return 0
 
     def __post_init__(self) -> None:
@@ -93,6 +97,9 @@ class Evictor:
         if self.share is not None and not 0 < self.share < 1:
             raise OptionError("share", "above 0 and below 1")
         one_of("when", self.when, (ALWAYS, SHORT))
+        if self.accumulates and self.queries < BETWEEN_POLLS:
+            bound = f"at least {BETWEEN_POLLS}, because running totals count queries once a poll"
+            raise OptionError("queries", f"{bound}, not {self.queries}")
 
     def allowed(self, positions: int) -> int:
         """Slots that a request with this number of ``positions`` may take."""
