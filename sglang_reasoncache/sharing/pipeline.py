@@ -25,6 +25,9 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Largest number of blocks in a batch, and of filter replies taken at once. Bounds the time of a poll.
 _MAX_BATCH = 256
+#: Pending blocks are queued only up to here. When half of the pool comes into use, all running requests may have
+#: some, tens of thousands together.
+_MOST_QUEUED = 4 * _MAX_BATCH
 #: How many pairs of the filter are entered, and how many queued blocks are refused, in the time that measuring
 #: one block takes.
 _ENTERED = 2
@@ -155,8 +158,13 @@ class BlockPipeline:
 
     def requeue(self, req: Request, record: RequestRecord) -> None:
         """Queue the pending blocks of ``req`` to be measured. ``req`` must have its row. Does nothing while no
-        blocks are measured (see ``_MEASURED_FROM``). A block stays pending while its source has no row."""
+        blocks are measured (see ``_MEASURED_FROM``), or while enough blocks are queued, unless some shared
+        before a retraction. A block stays pending while its source has no row."""
         if not self._measures:
+            return
+        if len(self._waiting) >= _MOST_QUEUED and not any(
+            candidate.shared_at for candidate in record.pending
+        ):
             return
         waiting = record.pending
         record.pending = []

@@ -363,6 +363,28 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     assert ledger(world).slots == 8
 
 
+def test_pending_blocks_are_queued_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When half of the pool comes into use, no poll queues the blocks of all requests."""
+    monkeypatch.setattr("sglang_reasoncache.sharing.pipeline._MOST_QUEUED", 1)
+    world = World(Setup(page=1, block=4, slots=400, when="short"))
+    pipeline = world.controller.pipeline
+    pipeline._use = lambda: 0.4
+    reqs = [world.start(f"r{at}", first=100 * at + 100) for at in range(3)]
+    for req in reqs:
+        find(world, req, Pair(8, 24))
+    pipeline._measures = True
+    for req in reqs:
+        record = record_of(req)
+        assert record is not None and len(record.pending) == 1
+        pipeline.requeue(req, record)
+    left = [record_of(req).pending for req in reqs]  # type: ignore[union-attr]
+    assert [len(blocks) for blocks in left] == [0, 1, 1]
+    pipeline._use = lambda: 0.6
+    for _ in range(8):
+        world.controller.after_decode(reqs)
+    assert ledger(world).slots == 12
+
+
 def reserve_as_sglang(world: World) -> None:
     """Admission reserves as many slots for future output as SGLang does."""
     controller = world.controller
