@@ -192,6 +192,11 @@ class PagedAttention:
         read as cached, because its slots are never shared."""
         return bool(reach and self._of_window)
 
+    @property
+    def has_window_pool(self) -> bool:
+        """Whether some layers read a window pool."""
+        return bool(self._of_window)
+
     def plan_into(
         self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor, reach: int = 0
     ) -> RowPlan:

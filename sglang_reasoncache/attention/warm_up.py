@@ -7,6 +7,7 @@ from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.page_logits import page_logits
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 
 def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
@@ -18,6 +19,8 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
     merged = paged.plan_into(paged.buffers(1, 8, merge=paged.merges), zero, zero + 8)
     spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
     sees = torch.ones((1, drafted), dtype=torch.int64, device=paged.device)
+    # Layers of a window pool read plans without shifts. Of the models that have one, some have sinks.
+    unshifted = RowPlan(plan.kv_indptr, plan.kv_indices, None)
     shapes = {
         (layer.tp_q_head_num, layer.qk_head_dim, layer.logit_cap): layer
         for layer in paged.attention_layers
@@ -28,6 +31,18 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
         # Pass both kinds of addresses: Triton compiles a kernel once for multiples of 16 and once for others.
         decode_attention(query, kv, merged, scale=1.0, logit_cap=logit_cap)
         decode_attention(query, kv, plan, scale=1.0, logit_cap=logit_cap, spans=spans)
+        if paged.has_window_pool:
+            sinks = torch.zeros(heads, dtype=torch.float32, device=paged.device)
+            for of_layer, of_sinks in ((plan, sinks), (unshifted, sinks), (unshifted, None)):
+                decode_attention(
+                    query,
+                    kv,
+                    of_layer,
+                    scale=1.0,
+                    logit_cap=logit_cap,
+                    spans=spans,
+                    sinks=of_sinks,
+                )
         if drafted:
             queries = query.expand(drafted, -1, -1).contiguous()
             for each in (merged, plan):
@@ -38,3 +53,5 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
         for first in (0, 1):
             shift = None if plan.shift is None else plan.shift[first:]
             gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)
+            if paged.has_window_pool:
+                gather_kv(kv, plan.kv_indices[first:], None, query.dtype)

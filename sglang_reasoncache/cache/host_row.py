@@ -48,8 +48,9 @@ class HostRow:
         self.in_other_rows: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
         # Slot -> the positions of this row that name the slot. Every slot that several positions name has an
-        # entry here, and so has every slot in ``in_other_rows``.
-        self._readers: dict[int, list[int]] = {}
+        # entry here, and so has every slot in ``in_other_rows``. Tuples of numbers, because Python's garbage
+        # collector visits lists again and again.
+        self._readers: dict[int, tuple[int, ...]] = {}
 
     def reserve(self, end: int) -> None:
         """Allocate memory for the positions below ``end``."""
@@ -91,10 +92,10 @@ class HostRow:
         """Whether a position of ``[start, end)`` was evicted."""
         return self.evicted > 0 and EVICTED in self._slots[start:end]
 
-    def readers(self, position: int) -> list[int]:
+    def readers(self, position: int) -> Sequence[int]:
         """All positions that name the same slot as ``position``, including ``position``."""
         slot = int(self._slots[position]) if position < len(self._slots) else UNKNOWN
-        return self._readers.get(slot, [position])
+        return self._readers.get(slot, (position,))
 
     def first_readers(self, positions: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
         """Which of ``positions`` (int64 ``[n]``, ascending) can be evicted only together.
@@ -157,18 +158,18 @@ class HostRow:
         for at, source in zip(range(dst, dst + length), range(src, src + length), strict=True):
             slot = int(lender._slots[source])
             if lender is not self:
-                lender._readers.setdefault(slot, [source])
+                lender._readers.setdefault(slot, (source,))
                 lender.in_other_rows.add(slot)
-            moves.append(self._redirect(at, slot, [source] if lender is self else []))
+            moves.append(self._redirect(at, slot, (source,) if lender is self else ()))
             if lender is not self:
                 self.in_other_rows.add(slot)
 
-    def _redirect(self, position: int, slot: int, sources: list[int]) -> Moved:
+    def _redirect(self, position: int, slot: int, sources: tuple[int, ...]) -> Moved:
         """Redirect ``position``, and all positions that name the same slot, to ``slot``. ``sources``
         holds the position of this row from which ``slot`` is read, or nothing if another row is read."""
         old = int(self._slots[position])
         assert old > UNKNOWN and slot > UNKNOWN, "a slot that is shared was located"
-        positions = [] if old == slot else self._readers.get(old, [position])
+        positions = () if old == slot else self._readers.get(old, (position,))
         borrowed = bool(positions) and not sources and slot not in self._readers
         # Another position of the same block may have been redirected to ``old`` just now.
         lent = bool(positions) and old in self.in_other_rows
@@ -176,11 +177,10 @@ class HostRow:
         if positions:
             self._readers.pop(old, None)
             self.in_other_rows.discard(old)
-            there = self._readers.setdefault(slot, sources)
             self.saved += not borrowed
             self.borrowed += borrowed
-            there += positions
-            self._slots[positions] = slot
+            self._readers[slot] = self._readers.get(slot, sources) + positions
+            self._slots[list(positions)] = slot
             first = min(positions)
             self.first_shared = first if moved.first is None else min(first, moved.first)
         return moved
@@ -192,8 +192,9 @@ class HostRow:
         for position, slot in zip(positions.tolist(), slots.tolist(), strict=True):
             there = self._readers.get(slot)
             if there is not None:
-                there.remove(position)
+                there = tuple(other for other in there if other != position)
                 self.saved -= bool(there)
+                self._readers[slot] = there
                 if not there:
                     del self._readers[slot]
                     self.in_other_rows.discard(slot)
@@ -240,7 +241,7 @@ class Moved(NamedTuple):
     no position of this row names any more. ``first``: ``first_shared`` before the change."""
 
     row: HostRow
-    positions: list[int]
+    positions: tuple[int, ...]
     old: int
     new: int
     borrowed: bool
@@ -253,7 +254,7 @@ class Moved(NamedTuple):
         if not self.positions:
             return
         there = row._readers[self.new]
-        del there[len(there) - len(self.positions) :]
+        row._readers[self.new] = there[: len(there) - len(self.positions)]
         row.saved -= not self.borrowed
         row.borrowed -= self.borrowed
         if self.borrowed:
@@ -262,7 +263,7 @@ class Moved(NamedTuple):
         if self.lent:
             row.in_other_rows.add(self.old)
         row._readers[self.old] = self.positions
-        row._slots[self.positions] = self.old
+        row._slots[list(self.positions)] = self.old
         row.first_shared = self.first
 
 

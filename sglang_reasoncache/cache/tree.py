@@ -55,6 +55,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     token_to_kv_pool_allocator: Shared
     #: Whether the slots that were loaded last belong to a request.
     _loads_own = False
+    #: A continuation is read if (new tokens of a prompt) x (tokens before them) is at most this. None: always.
+    most_pairs: int | None = None
     #: Slots of continuations that were freed while the core evicted.
     _freed_before = 0
     #: What :meth:`_window_to_swap` found for the request whose row is being freed.
@@ -659,6 +661,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if first is not None and prefix.length - held < held - first:
             # It would make more exact positions approximate than it saves from being computed.
             return found
+        if self.most_pairs is not None:
+            new = len(params.key) - prefix.length
+            if new * prefix.length > self.most_pairs:
+                return found
         if (
             params.cow_mamba
             and prefix.ending is not None

@@ -44,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 #: The part of the free host memory that may keep the KV of retracted requests by default.
 _DEFAULT_SWAP = 0.1
+#: ``SharedRadixCache.most_pairs``: 200 new tokens behind 20,000 of latent rows; 1,000 behind 130,000 of a model
+#: with a window pool, some of which have sinks.
+_MOST_PAIRS_OF_LATENTS = 1 << 22
+_MOST_PAIRS_OF_WINDOW_POOLS = 1 << 27
 
 
 class ServerParts:
@@ -100,6 +104,7 @@ class ServerParts:
         resolved = self._resolve(context)
         tree: SharedRadixCache
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
+        tree.most_pairs = self._most_pairs()
         self.controller = self._controller(context, tree, resolved)
         if _decodes_only(context.server_args):
             self.admission = PreallocAdmission(self.controller)
@@ -157,6 +162,15 @@ class ServerParts:
         if reason is not None and config.documents == "auto":
             logger.warning("reasoncache: documents=auto has no effect: %s", reason)
         return reason
+
+    def _most_pairs(self) -> int | None:
+        """See ``SharedRadixCache``. On a GPU our prefills over shifted keys take longer than SGLang's, over
+        latent rows and with sinks so much that a long prompt is computed again sooner. No GPU has checked it."""
+        if not self._cached.positions.is_cuda:
+            return None
+        if compat.latent_rank(self.allocator.get_kvcache()):
+            return _MOST_PAIRS_OF_LATENTS
+        return _MOST_PAIRS_OF_WINDOW_POOLS if self.allocator.has_window_pool else None
 
     def _reads_as_cached(self, config: ReasonCacheConfig) -> str | None:
         """Why prefills read keys as cached although decode steps correct them. None if they do not."""

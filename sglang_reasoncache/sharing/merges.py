@@ -13,22 +13,25 @@ class Merges:
     Accepting a block joins the set of each of its positions with the set of the position at the same place in
     the source. If the two positions of such a pair are in one set already, the block is refused. So every
     accepted block frees one slot per position, in whatever order blocks share, as ``Ledger.slots`` assumes.
+
+    Sets are tuples of numbers, which Python's garbage collector visits once: a full pool has hundreds of
+    thousands, and a collection that visits as many ``set`` objects stops the scheduler for half a second.
     """
 
     def __init__(self) -> None:
         # The set of a position, by row number and position. All positions of a set refer to the same object.
         # A position without an entry is alone in its set.
-        self._sets: dict[int, dict[int, set[Key]]] = {}
+        self._sets: dict[int, dict[int, tuple[Key, ...]]] = {}
 
-    def _set(self, key: Key) -> set[Key]:
+    def _set(self, key: Key) -> tuple[Key, ...]:
         number, position = key
-        return self._sets.get(number, {}).get(position, {key})
+        return self._sets.get(number, {}).get(position, (key,))
 
     def _label(self, key: Key) -> Hashable:
         """A label that is the same for all positions of a set, and differs from the labels of other sets."""
         number, position = key
-        found = self._sets.get(number, {}).get(position)
-        return key if found is None else id(found)
+        members = self._sets.get(number, {}).get(position)
+        return key if members is None else id(members)
 
     def size(self, key: Key) -> int:
         """How many positions, ``key`` included, will map to the slot of ``key``."""
@@ -42,9 +45,9 @@ class Merges:
         """Whether, for some ``i``, ``dst[i]`` and ``src[i]`` are in one set already, or would be after joining
         earlier pairs. Changes nothing."""
         joined: dict[Hashable, Hashable] = {}
-        for one, other in zip(dst, src, strict=True):
-            low = self._label(one)
-            high = self._label(other)
+        for position, source in zip(dst, src, strict=True):
+            low = self._label(position)
+            high = self._label(source)
             while low in joined:
                 low = joined[low]
             while high in joined:
@@ -57,13 +60,17 @@ class Merges:
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> None:
         """For every ``i``, join the set of ``dst[i]`` with the set of ``src[i]``, for which
         :meth:`would_repeat` is false."""
-        for one, other in zip(dst, src, strict=True):
-            few, many = sorted((self._set(one), self._set(other)), key=len)
-            many |= few
-            for number, position in (*few, one, other):
-                self._sets.setdefault(number, {})[position] = many
+        for position, source in zip(dst, src, strict=True):
+            self._put((*self._set(position), *self._set(source)))
 
     def remove(self, number: int) -> None:
         """Forget the positions of the freed row ``number``. Positions of other rows stay in their sets."""
-        for position, positions in self._sets.pop(number, {}).items():
-            positions.discard((number, position))
+        of_row = self._sets.pop(number, {})
+        if not self._sets:
+            return
+        for members in {id(members): members for members in of_row.values()}.values():
+            self._put(tuple(key for key in members if key[0] != number))
+
+    def _put(self, members: tuple[Key, ...]) -> None:
+        for number, position in members:
+            self._sets.setdefault(number, {})[position] = members

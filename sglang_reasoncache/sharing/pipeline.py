@@ -25,8 +25,8 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Largest number of blocks in a batch, and of filter replies taken at once. Bounds the time of a poll.
 _MAX_BATCH = 256
-#: Pending blocks are queued only up to here. When half of the pool comes into use, all running requests may have
-#: some, tens of thousands together.
+#: Pending blocks are queued only up to here. When half of the pool comes into use, all running requests may
+#: have some, tens of thousands together.
 _MOST_QUEUED = 4 * _MAX_BATCH
 #: How many pairs of the filter are entered, and how many queued blocks are refused, in the time that measuring
 #: one block takes.

@@ -131,6 +131,18 @@ def test_exact_kv_is_read_where_it_is_nearly_as_long(exact_tokens: int, reads_ex
     world.assert_empty()
 
 
+def test_a_prompt_whose_prefill_would_take_long_reads_what_is_exact() -> None:
+    """On a GPU, latent rows and sinks make prefills over shifted keys slow."""
+    world = World(SETUPS[0])
+    tokens = finished(world)
+    length = len(tokens) - 1
+    for most, continues in ((2 * length, True), (2 * length - 1, False)):
+        world.tree.most_pairs = most
+        req = asked(world, tokens)
+        assert req.prefix_len == (length if continues else FIRST)
+        world.tree.unlock(req.lock)
+
+
 def test_a_prompt_of_which_several_samples_follow_reads_it() -> None:
     """SGLang first computes the prompt without output, for its samples: not for scores."""
     world = World(SETUPS[0])

@@ -148,7 +148,7 @@ def test_a_read_that_fails_in_the_middle_is_undone() -> None:
     undo(moves)
     assert row.between(0, 11).tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 9, 10, 0]
     assert (row.saved, row.first_shared) == (0, None)
-    assert row.readers(8) == [8] and row.readers(1) == [1]
+    assert row.readers(8) == (8,) and row.readers(1) == (1,)
 
 
 def test_every_row_has_a_number_of_its_own() -> None:
