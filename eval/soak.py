@@ -106,10 +106,10 @@ class Load:
             self.note(f"status {answer.status_code}")
             self.wrong.append(answer.text[:300])
             return None
-        found = answer.json()
-        for each in found if isinstance(found, list) else [found]:
-            self.note(each["meta_info"]["finish_reason"]["type"])
-        return found
+        content = answer.json()
+        for output in content if isinstance(content, list) else [content]:
+            self.note(output["meta_info"]["finish_reason"]["type"])
+        return content
 
     def leave(self, body: dict[str, Any], after_s: float) -> None:
         """Send a request, and close the connection in the middle of its stream."""
@@ -171,10 +171,10 @@ def _turns(load: Load, chance: random.Random) -> None:
         said += load.encode(_problem(chance), add_special_tokens=False)
         body = _body(load, chance, "", max_new_tokens=560)
         del body["text"]
-        found = load.ask(chance, body | {"input_ids": said})
-        if found is None:
+        output = load.ask(chance, body | {"input_ids": said})
+        if output is None:
             return
-        said = [*said, *found["output_ids"]]
+        said = [*said, *output["output_ids"]]
 
 
 def _mixed(load: Load, chance: random.Random) -> None:
