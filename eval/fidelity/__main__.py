@@ -62,13 +62,13 @@ class Options:
 
 def chosen(options: Options, tokenizer: Any) -> list[Response]:
     """At most ``--limit`` responses of each group; groups alternate. Raises ValueError if there are none."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     ranked = []
     assert options.responses is not None
     for response in read(options.responses, tokenizer, options.cap, options.shortest):
-        rank = seen[response.group]
+        rank = counts[response.group]
         if response.group in options.groups and rank < (options.limit or rank + 1):
-            seen[response.group] += 1
+            counts[response.group] += 1
             ranked.append((rank, options.groups.index(response.group), response))
     if not ranked:
         raise ValueError(f"{options.responses}: no response of --shortest and --groups")
@@ -81,28 +81,28 @@ def measure(
     """Yields a record for each item, and appends each new record to a JSONL file at once. Items that
     have a record there with the same settings are not measured again, so an interrupted run can continue."""
     path = options.out.with_suffix(".jsonl")
-    known = {}
+    records = {}
     scores = None
-    given = options.documents or options.responses
-    if given is not None and path.resolve() in (given.resolve(), given.resolve() / path.name):
+    source = options.documents or options.responses
+    if source is not None and path.resolve() in (source.resolve(), source.resolve() / path.name):
         raise ValueError(f"--out {options.out}: its records go to {path}, which is what is read")
     cut_unfinished(path)
     if path.exists():
-        known = {record["key"]: record for record in map(json.loads, path.open())}
+        records = {record["key"]: record for record in map(json.loads, path.open())}
     settings = [str(options.model.resolve()), options.dtype, *settings]
     for item in items:
         key = hashlib.sha256(json.dumps([settings, item]).encode()).hexdigest()[:16]
-        if key not in known:
+        if key not in records:
             scores = scores or begin(
                 load(options.model, options.dtype, options.device, options.cap)
             )
             begun = time.monotonic()
             record: dict[str, Any] = dict(key=key, response=item.name, group=item.group)
             record |= dict(tokens=len(item.tokens), arms=scores(item))
-            known[key] = {**record, "seconds": round(time.monotonic() - begun, 1)}
+            records[key] = {**record, "seconds": round(time.monotonic() - begun, 1)}
             with path.open("a") as file:
-                file.write(json.dumps(known[key]) + "\n")
-        yield known[key]
+                file.write(json.dumps(records[key]) + "\n")
+        yield records[key]
 
 
 def _responses(options: Options, tokenizer: Any) -> Job:

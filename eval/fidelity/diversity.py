@@ -60,15 +60,15 @@ def diversity(keys: torch.Tensor) -> float:
 
 def spans(reader: Reader, cache: EditableCache, arms: Mapping[str, ArmCache]) -> dict[str, float]:
     """:func:`diversity` of the keys that each arm keeps, the mean of the layers; ``all`` keeps every key."""
-    found = {}
+    means = {}
     for name, arm in {"all": None, **arms}.items():
         values = []
         for layer in range(reader.layers):
             keys = cache.keys[layer, 0, :, : cache.length].cpu()
             kept = [torch.arange(cache.length)] * len(keys) if arm is None else arm.kept(layer)
             values += [diversity(head[at]) for head, at in zip(keys, kept, strict=True)]
-        found[name] = sum(values) / len(values)
-    return found
+        means[name] = sum(values) / len(values)
+    return means
 
 
 def work(options: Options) -> list[dict[str, Any]]:
