@@ -86,8 +86,8 @@ class RunOptions:
 
     @property
     def sampling_overrides(self) -> dict[str, float]:
-        given = {name: getattr(self, name) for name in SAMPLING}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in SAMPLING}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:
         for word in sys.argv[1:] if argv is None else argv:
             is_file = word.startswith("@")
             words += shlex.split(Path(word[1:]).read_text(), comments=True) if is_file else [word]
-        given = vars(parser.parse_args(words))
-        out = given.pop("out")
-        return RunOptions(**given), out
+        values = vars(parser.parse_args(words))
+        out = values.pop("out")
+        return RunOptions(**values), out
     except (OSError, ValueError) as error:
         parser.error(str(error))
