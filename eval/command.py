@@ -118,8 +118,15 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
     # The default of a Mapping must be a list, because argparse appends given values to a copy of it.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default
     if field.default not in (None, False, ()):
-        argument["help"] += " (default %(default)s)"
+        argument["help"] += f" (default {_as_typed(field.default, about['read'])})"
     parser.add_argument("--" + field.name.replace("_", "-"), dest=field.name, **argument)
+
+
+def _as_typed(default: Any, read: _Read | None) -> str:
+    """``default`` as users would type it, for a help text."""
+    if isinstance(default, tuple):
+        default = shlex.join(default) if read is flags_of else ",".join(map(str, default))
+    return str(default).replace("%", "%%")
 
 
 def _bounded(

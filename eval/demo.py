@@ -56,9 +56,9 @@ _ROWS = {
 @dataclass(frozen=True)
 class Options:
     problems: int = option(200, "problems, sent at once", least=1)
-    kv_budget: int = option(4000, "KV slots", least=1)
-    max_tokens: int = option(1500, "longest response", least=1)
-    output: Path = option(Path("demo.json"), "file of the figures; the picture is beside it")
+    kv_budget: int = option(4000, "KV slots of each server", least=1)
+    max_tokens: int = option(1500, "most tokens of a response", least=1)
+    output: Path = option(Path("demo.json"), "JSON file of the figures; the picture is beside it")
     logs: Path = option(Path("build/demo"), "folder for logs and records")
     flags: tuple[str, ...] = option((), "further flags of all servers", read=flags_of)
     shared: tuple[str, ...] = option((), "further flags of our server", read=flags_of)

@@ -28,9 +28,11 @@ ASK = (
 @dataclass(frozen=True)
 class Options:
     model: Path = option(text="Hugging Face folder of an instruction-tuned model")
-    count: int = option(8, "how many files", least=1)
+    count: int = option(8, "files that the model is asked to change", least=1)
     most: int = option(1_200, "most tokens of a response", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
+    )
 
 
 def edits(count: int) -> Iterator[tuple[str, str, str]]:

@@ -124,7 +124,7 @@ def propose(ids: list[int], vocabulary: Vocabulary, rule: FilterConfig) -> list[
 
 @dataclass(frozen=True)
 class Options:
-    traces: tuple[Path, ...] = option(text="JSONL files")
+    traces: tuple[Path, ...] = option(text="JSONL files of responses")
     tokenizer: str = option(
         WORDS, f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks"
     )

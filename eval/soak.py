@@ -41,8 +41,8 @@ _TOTALS = (
 
 @dataclass(frozen=True)
 class Options:
-    minutes: float = option(60.0, "minutes of load", least=0.1)
-    clients: int = option(16, "clients of a crowd", least=1)
+    minutes: float = option(60.0, "how many minutes clients send requests", least=0.1)
+    clients: int = option(16, "clients that send at once in the fullest parts", least=1)
     seed: int = option(1, "seed of the load")
     part_s: float = option(20.0, "seconds of each part of a round", least=1.0)
     server_flags: tuple[str, ...] = option(

@@ -39,13 +39,13 @@ class Options:
     )
     agents: int = option(16, "conversations at once", least=1)
     turns: int = option(3, "turns of a conversation", least=2)
-    slots: int = option(9000, "KV slots", least=2500)
+    slots: int = option(9000, "KV slots of each server", least=2500)
     most: int = option(600, "most tokens of a response", least=16)
-    rounds: int = option(3, "rounds, after one to warm up", least=1)
+    rounds: int = option(3, "rounds to measure, after one that is not measured", least=1)
     server_flags: tuple[str, ...] = option(
         ("--schedule-conservativeness", "0.3"), "flags of all servers", read=command.flags_of
     )
-    out: Path = option(Path("build/bench/agents"), "folder of results")
+    out: Path = option(Path("build/bench/agents"), "folder of turns.csv, agents.json and logs")
 
 
 class Agents:

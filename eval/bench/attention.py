@@ -73,10 +73,18 @@ def _shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Options:
-    shapes: tuple[Shape, ...] = option(SHAPES, "shapes on the CPU", read=commas(_shape))
-    rounds: int = option(7, "rounds of each setting", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    output: Path = option(Path("build/bench/kernels.json"), "file of the figures")
+    shapes: tuple[Shape, ...] = option(
+        SHAPES,
+        "shapes to measure on a CPU, REQUESTSxTOKENS-HEADS/KV_HEADSxDIM[+ROTATED]",
+        read=commas(_shape),
+    )
+    rounds: int = option(7, "times that each setting is measured", least=1)
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "cpu or cuda", choices=("cpu", "cuda")
+    )
+    output: Path = option(
+        Path("build/bench/kernels.json"), "JSON file of the figures; those of the other device stay"
+    )
 
 
 def work(options: Options) -> None:

@@ -66,8 +66,14 @@ _KINDS = {
 class Options:
     questions: int = option(200, "questions of each task, 0 for none", least=0, metavar="N")
     live: int = option(500, "questions to live servers, 0 for none", least=0, metavar="N")
-    sides: tuple[str, ...] = option((*REPAIRS, FOUND), "what is timed beside stock")
-    tasks: tuple[str, ...] = option(("distinct", "rivals", "few-shot", "repeat"))
+    sides: tuple[str, ...] = option(
+        (*REPAIRS, FOUND),
+        "servers to time beside a stock one: repairs, and auto, which finds documents itself",
+    )
+    tasks: tuple[str, ...] = option(
+        ("distinct", "rivals", "few-shot", "repeat"),
+        "questions: for facts of several kinds or of one, for labels, for the documents' words",
+    )
     arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
 

@@ -245,9 +245,11 @@ BENCHES: dict[str, Callable[[Path | None], Runs]] = {
 
 @dataclass(frozen=True)
 class Options:
-    bench: str = option(text=", ".join(BENCHES), choices=BENCHES, metavar="BENCH")
+    bench: str = option(
+        text=f"comparison to make: {', '.join(BENCHES)}", choices=BENCHES, metavar="BENCH"
+    )
     traces: Path | None = option(None, "folder of recorded responses, which serve and gpu replay")
-    only: tuple[str, ...] = option((), "make only these runs", metavar="RUN,...")
+    only: tuple[str, ...] = option((), "make only these runs of the comparison", metavar="RUN,...")
     flags: tuple[str, ...] = option((), "flags of eval.run, for each run", read=flags_of)
     out: Path = option(Path("build/bench"), "folder of results")
 

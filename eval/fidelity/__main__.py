@@ -44,16 +44,29 @@ class Options:
     documents: Path | None = option(
         None, "JSONL file of rows with system, documents, question and answer", metavar="FILE"
     )
-    arms: tuple[str, ...] = option((), "arms or repairs, by default those of docs/fidelity.md")
-    like: str = option(default_name(), "arm; evictors save as much as this arm")
-    groups: tuple[str, ...] = option(GROUPS[:2], choices=GROUPS)
+    arms: tuple[str, ...] = option(
+        (),
+        "ways to edit the KV cache; with --documents, repairs. By default those of docs/fidelity.md",
+    )
+    like: str = option(default_name(), "the arm that decides how many positions evictors save")
+    groups: tuple[str, ...] = option(
+        GROUPS[:2], "responses to measure: right, loops or wrong", choices=GROUPS
+    )
     limit: int | None = option(None, "responses or rows of each group, by default all", least=1)
     cap: int = option(2600, "most tokens of question and response, or of a row", least=1)
     shortest: int = option(1000, "shorter responses are left out", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
+    )
+    dtype: str = option(
+        "float32",
+        "data type of weights and KV: float32, bfloat16 or float16",
+        choices=("float32", "bfloat16", "float16"),
+    )
     threads: int = option(torch.get_num_threads(), "threads of PyTorch on a CPU", least=1)
-    out: Path = option(Path("build/bench/fidelity.json"), "file of the figures")
+    out: Path = option(
+        Path("build/bench/fidelity.json"), "JSON file of the figures; records go beside it"
+    )
 
     def __post_init__(self) -> None:
         if (self.responses is None) == (self.documents is None):

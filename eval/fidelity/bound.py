@@ -32,7 +32,7 @@ class Options(OnResponses):
     queries: int = option(32, "last tokens of a response whose attention is compared", least=1)
     limit: int = option(5, "responses with similar steps that are read", least=1)
     as_cached: bool = option(False, "read keys as cached, as the paper does, not rotated")
-    out: Path = option(Path("build/bench/bound.csv"), "file of the figures")
+    out: Path = option(Path("build/bench/bound.csv"), "CSV file of the figures")
 
 
 def changes(

@@ -35,8 +35,8 @@ class Options(OnResponses):
     budgets: tuple[int, ...] = option(
         (128, 256, 512), "positions that stay", read=commas(int), least=2
     )
-    limit: int = option(3, "responses", least=1)
-    out: Path = option(Path("build/bench/diversity.csv"), "file of the figures")
+    limit: int = option(3, "responses to measure, from the first on", least=1)
+    out: Path = option(Path("build/bench/diversity.csv"), "CSV file of the figures")
 
     def __post_init__(self) -> None:
         for name in self.policies:

@@ -31,8 +31,14 @@ class OnResponses:
     responses: Path = option(text="JSONL file of rows with question and response")
     cap: int = option(1500, "most tokens of question and response", least=1)
     shortest: int = option(100, "shorter responses are left out", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
+    )
+    dtype: str = option(
+        "float32",
+        "data type of weights and KV: float32, bfloat16 or float16",
+        choices=("float32", "bfloat16", "float16"),
+    )
 
     def reader(self) -> Reader:
         """The model. See :func:`load`."""
