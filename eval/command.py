@@ -37,12 +37,12 @@ def commas(kind: _Read = str) -> Callable[[str], tuple[Any, ...]]:
 
     def values(text: str) -> tuple[Any, ...]:
         try:
-            found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+            items = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
-        if not found or len(set(found)) < len(found):
+        if not items or len(set(items)) < len(items):
             raise argparse.ArgumentTypeError(f"must name one or more, none twice, got {text!r}")
-        return found
+        return items
 
     return values
 
@@ -56,9 +56,9 @@ def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
     """Parses a command line into an instance of the dataclass ``kind``. If ``kind`` raises ValueError, the
     process ends with status 2, as after a bad flag."""
     parser = parser_of(kind)
-    given = vars(parser.parse_args(argv))
+    values = vars(parser.parse_args(argv))
     try:
-        return kind(**given)
+        return kind(**values)
     except ValueError as error:
         parser.error(str(error))
 
@@ -98,7 +98,7 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
     kind = hint
     is_required = field.default is dataclasses.MISSING
     if get_origin(hint) is UnionType:
-        (kind,) = (one for one in get_args(hint) if one is not NoneType)
+        (kind,) = (member for member in get_args(hint) if member is not NoneType)
     argument: dict[str, Any] = {"help": about["help"]}
     if kind is bool:
         argument["action"] = "store_true"
@@ -118,24 +118,31 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
     # The default of a Mapping must be a list, because argparse appends given values to a copy of it.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default
     if field.default not in (None, False, ()):
-        argument["help"] += " (default %(default)s)"
+        argument["help"] += f" (default {_as_typed(field.default, about['read'])})"
     parser.add_argument("--" + field.name.replace("_", "-"), dest=field.name, **argument)
+
+
+def _as_typed(default: Any, read: _Read | None) -> str:
+    """``default`` as users would type it, for a help text."""
+    if isinstance(default, tuple):
+        default = shlex.join(default) if read is flags_of else ",".join(map(str, default))
+    return str(default).replace("%", "%%")
 
 
 def _bounded(
     read: _Read, least: float | None, most: float | None, choices: Collection[Any]
 ) -> _Read:
     def value(text: str) -> Any:
-        found = read(text)
-        for one in found if isinstance(found, tuple) else (found,):
-            if choices and one not in choices:
-                known = ", ".join(map(str, choices))
-                raise argparse.ArgumentTypeError(f"must be of {known}, got {text}")
-            if least is not None and not one >= least:
+        result = read(text)
+        for item in result if isinstance(result, tuple) else (result,):
+            if choices and item not in choices:
+                allowed = ", ".join(map(str, choices))
+                raise argparse.ArgumentTypeError(f"must be of {allowed}, got {text}")
+            if least is not None and not item >= least:
                 raise argparse.ArgumentTypeError(f"must be at least {least:g}, got {text}")
-            if most is not None and not one <= most:
+            if most is not None and not item <= most:
                 raise argparse.ArgumentTypeError(f"must be at most {most:g}, got {text}")
-        return found
+        return result
 
     value.__name__ = getattr(read, "__name__", "value")
     return value

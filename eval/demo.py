@@ -56,9 +56,9 @@ _ROWS = {
 @dataclass(frozen=True)
 class Options:
     problems: int = option(200, "problems, sent at once", least=1)
-    kv_budget: int = option(4000, "KV slots", least=1)
-    max_tokens: int = option(1500, "longest response", least=1)
-    output: Path = option(Path("demo.json"), "file of the figures; the picture is beside it")
+    kv_budget: int = option(4000, "KV slots of each server", least=1)
+    max_tokens: int = option(1500, "most tokens of a response", least=1)
+    output: Path = option(Path("demo.json"), "JSON file of the figures; the picture is beside it")
     logs: Path = option(Path("build/demo"), "folder for logs and records")
     flags: tuple[str, ...] = option((), "further flags of all servers", read=flags_of)
     shared: tuple[str, ...] = option((), "further flags of our server", read=flags_of)
@@ -74,11 +74,11 @@ class Options:
 
 def measure(options: Options) -> dict[str, Cell]:
     """Measure all servers; return the records of each by name. Raises RunError if a server has no records."""
-    asked = options.run
+    run_options = options.run
     folder = options.logs / "run"
     # An earlier run is not continued, because the code or the machine may have changed since.
     shutil.rmtree(folder, ignore_errors=True)
-    run(asked, folder, {_SERVERS["reasoncache"]: (*_SHOWS_TEXTS, *options.shared)})
+    run(run_options, folder, {_SERVERS["reasoncache"]: (*_SHOWS_TEXTS, *options.shared)})
     return {arm: Cell(folder, _TASK, name, _SEED).whole() for arm, name in _SERVERS.items()}
 
 
@@ -94,9 +94,9 @@ def draw(options: Options) -> Path:
 def arm_of(cell: Cell) -> dict[str, Any]:
     right = [row.correct for row in cell.results()]
     served = cell.served()
-    told = {name: getattr(served, name) for name in ("output_tokens", "seconds", "decode_steps")}
+    totals = {name: getattr(served, name) for name in ("output_tokens", "seconds", "decode_steps")}
     accuracy = sum(right) / len(right)
-    return {"problems": len(right), **vars(of_cell(cell)), "accuracy": accuracy, **told}
+    return {"problems": len(right), **vars(of_cell(cell)), "accuracy": accuracy, **totals}
 
 
 def table_of(result: dict[str, dict[str, Any]]) -> str:
@@ -115,10 +115,10 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> st
     """Takes a scheduler's report. Returns the text of the response in ``report["recent"]`` with the most shared
     positions. On a terminal, words without KV slots of their own are green."""
     answers = {response.request_id: response for response in responses}
-    known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
-    if not known:
+    entries = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
+    if not entries:
         return "no finished request with shared steps to show"
-    entry = max(known, key=lambda e: e["shared_positions"])
+    entry = max(entries, key=lambda e: e["shared_positions"])
     start = entry["prompt_tokens"]
     positions = entry["shared_positions"]
     shared = {

@@ -58,10 +58,10 @@ def texts_of(paths: Iterable[Path]) -> list[str]:
     """The field ``response`` of every line of the files. Raises OSError if a file cannot be read. Raises
     ValueError if there is no response, or if a line is bad; the message then names that line."""
     rows = (read_rows(path, lambda row: text_of(row, "response")) for path in paths)
-    found = [text for texts in rows for _, text in texts]
-    if not found:
+    responses = [text for texts in rows for _, text in texts]
+    if not responses:
         raise ValueError("no response in the files")
-    return found
+    return responses
 
 
 def cut_unfinished(path: Path) -> None:

@@ -90,15 +90,15 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
     that the specification leaves out. Raises MethodError if a name, key or value is bad."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
-        known = ", ".join(METHODS)
-        raise MethodError(f"--methods: {spec!r} is no method; known are {known}")
+        names = ", ".join(METHODS)
+        raise MethodError(f"--methods: {spec!r} is no method; known are {names}")
     try:
         if name in (DENSE, TUNED):
             return Method(spec, stock=_stock_settings(name, rest))
-        given = parse_settings(rest) if colon else {}
-        if "preset" in given:
+        settings = parse_settings(rest) if colon else {}
+        if "preset" in settings:
             raise ValueError("the name is the preset")
-        values = {"preset": name, **(defaults or {}), **given}
+        values = {"preset": name, **(defaults or {}), **settings}
         ReasonCacheConfig.from_mapping(values)
     except ValueError as error:
         raise MethodError(f"--methods: {spec!r}: {error}") from error
@@ -107,17 +107,17 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
 
 def _stock_settings(name: str, text: str) -> dict[str, str]:
     """The settings in ``key=value:key=value``. Raises ValueError if one is unknown, bad or given twice."""
-    known = ("kv",) if name == TUNED else ("clip", *_FLAGS)
-    found: dict[str, str] = {}
+    keys = ("kv",) if name == TUNED else ("clip", *_FLAGS)
+    settings: dict[str, str] = {}
     for part in filter(None, re.split("[:,]", text)):
         key, _, value = part.partition("=")
-        if key not in known or key in found:
-            raise ValueError(f"{name} takes each of {', '.join(known)} at most once, got {part!r}")
+        if key not in keys or key in settings:
+            raise ValueError(f"{name} takes each of {', '.join(keys)} at most once, got {part!r}")
         if key == "clip" and not (value.isdecimal() and int(value) > 0):
             raise ValueError(f"clip must be an integer of at least 1, got {value!r}")
         if key == "conservativeness" and not 0 < float(value) < math.inf:
             raise ValueError(f"conservativeness must be above 0, got {value!r}")
         if not value:
             raise ValueError(f"{key} needs a value")
-        found[key] = value
-    return found
+        settings[key] = value
+    return settings

@@ -28,9 +28,11 @@ ASK = (
 @dataclass(frozen=True)
 class Options:
     model: Path = option(text="Hugging Face folder of an instruction-tuned model")
-    count: int = option(8, "how many files", least=1)
+    count: int = option(8, "files that the model is asked to change", least=1)
     most: int = option(1_200, "most tokens of a response", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
+    )
 
 
 def edits(count: int) -> Iterator[tuple[str, str, str]]:
@@ -60,15 +62,17 @@ def main() -> None:
     )
     model.to(options.device)
     for name, text, question in edits(options.count):
-        asked = tokenizer.apply_chat_template(
+        prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}],
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,
         ).to(options.device)
         with torch.no_grad():
-            [tokens] = model.generate(**asked, max_new_tokens=options.most, do_sample=False)
-        response = tokenizer.decode(tokens[asked["input_ids"].shape[1] :], skip_special_tokens=True)
+            [tokens] = model.generate(**prompt, max_new_tokens=options.most, do_sample=False)
+        response = tokenizer.decode(
+            tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         row = {"id": name, "question": question, "response": response}
         print(json.dumps({**row, "correct": is_edited(text, response)}), flush=True)
         print(f"{name}: {len(tokens)} tokens", file=sys.stderr)

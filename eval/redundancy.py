@@ -59,9 +59,9 @@ class Speller:
         if self._tokenizer is not None:
             ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
             return list(ids), self._vocabulary
-        known: dict[str, int] = {}
-        ids = [known.setdefault(piece, len(known)) for piece in _PIECES.findall(text)]
-        return ids, Vocabulary([piece.encode() for piece in known])
+        numbers: dict[str, int] = {}
+        ids = [numbers.setdefault(piece, len(numbers)) for piece in _PIECES.findall(text)]
+        return ids, Vocabulary([piece.encode() for piece in numbers])
 
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
@@ -73,7 +73,7 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     default = ReasonCacheConfig()
     rules = {"default": filter_config(default)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
-    found: dict[str, float] = {"tokens": tokens, "held": tokens * (tokens + 1) // 2}
+    counts: dict[str, float] = {"tokens": tokens, "held": tokens * (tokens + 1) // 2}
     for name, rule in rules.items():
         proposals = propose(ids, vocabulary, rule)
         # For each proposal, the number of decode steps from the token that ends its step to the last token.
@@ -81,17 +81,21 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
         for page in (1, *PAGE_SIZES) if name == "default" else (1,):
             kind = name if page == 1 else _of_pages(page)
             sizes = shared(proposals, rule.block, page)
-            found[f"end_{kind}"] = sum(sizes)
-            found[f"time_{kind}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
+            counts[f"end_{kind}"] = sum(sizes)
+            counts[f"time_{kind}"] = sum(
+                size * rest for size, rest in zip(sizes, left, strict=True)
+            )
         # Each rule overwrites these counts. The last rules, one per block size, all give the same counts.
-        found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
-        found["steps"] = len(proposals)
-        found["later_steps"] = max(0, len(proposals) - 1)
+        counts["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
+        counts["steps"] = len(proposals)
+        counts["later_steps"] = max(0, len(proposals) - 1)
     for cosine in COSINES:
         rule = FilterConfig(fixed_tau=cosine, length_factor=False, use_structure=False)
         proposals = propose(ids, vocabulary, rule)
-        found[f"cosine_{cosine}"] = sum(bool(one.counters.candidates) for one in proposals)
-    return found
+        counts[f"cosine_{cosine}"] = sum(
+            bool(proposal.counters.candidates) for proposal in proposals
+        )
+    return counts
 
 
 def shared(proposals: Sequence[Proposal], block: int, page: int) -> list[int]:
@@ -120,7 +124,7 @@ def propose(ids: list[int], vocabulary: Vocabulary, rule: FilterConfig) -> list[
 
 @dataclass(frozen=True)
 class Options:
-    traces: tuple[Path, ...] = option(text="JSONL files")
+    traces: tuple[Path, ...] = option(text="JSONL files of responses")
     tokenizer: str = option(
         WORDS, f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks"
     )

@@ -221,11 +221,11 @@ def _command(model_path: str, port: int, device: str, flags: Sequence[str]) -> l
         defaults |= {"--max-total-tokens": [str(DEFAULT_KV_SLOTS)], "--device": ["cpu"]}
         # Without this flag an idle scheduler spins and takes CPU time from the clients.
         defaults |= {"--sleep-on-idle": []}
-    given = {flag.split("=", 1)[0] for flag in flags}
+    names = {flag.split("=", 1)[0] for flag in flags}
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     for flag, values in defaults.items():
-        if flag not in given:
+        if flag not in names:
             command += [flag, *values]
     return [*command, *flags]
 

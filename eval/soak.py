@@ -41,8 +41,8 @@ _TOTALS = (
 
 @dataclass(frozen=True)
 class Options:
-    minutes: float = option(60.0, "minutes of load", least=0.1)
-    clients: int = option(16, "clients of a crowd", least=1)
+    minutes: float = option(60.0, "how many minutes clients send requests", least=0.1)
+    clients: int = option(16, "clients that send at once in the fullest parts", least=1)
     seed: int = option(1, "seed of the load")
     part_s: float = option(20.0, "seconds of each part of a round", least=1.0)
     server_flags: tuple[str, ...] = option(
@@ -106,10 +106,10 @@ class Load:
             self.note(f"status {answer.status_code}")
             self.wrong.append(answer.text[:300])
             return None
-        found = answer.json()
-        for each in found if isinstance(found, list) else [found]:
-            self.note(each["meta_info"]["finish_reason"]["type"])
-        return found
+        content = answer.json()
+        for output in content if isinstance(content, list) else [content]:
+            self.note(output["meta_info"]["finish_reason"]["type"])
+        return content
 
     def leave(self, body: dict[str, Any], after_s: float) -> None:
         """Send a request, and close the connection in the middle of its stream."""
@@ -171,10 +171,10 @@ def _turns(load: Load, chance: random.Random) -> None:
         said += load.encode(_problem(chance), add_special_tokens=False)
         body = _body(load, chance, "", max_new_tokens=560)
         del body["text"]
-        found = load.ask(chance, body | {"input_ids": said})
-        if found is None:
+        output = load.ask(chance, body | {"input_ids": said})
+        if output is None:
             return
-        said = [*said, *found["output_ids"]]
+        said = [*said, *output["output_ids"]]
 
 
 def _mixed(load: Load, chance: random.Random) -> None:

@@ -27,11 +27,11 @@ def main() -> None:
     parser.add_argument("tasks", nargs="+")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="where the server listens")
     parser.add_argument("--most", type=int, default=1000, help="most tokens of a turn")
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
-    client = openai.OpenAI(base_url=f"{asked.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="unused")
     model = client.models.list().data[0].id
-    tasks = iter(asked.tasks)
+    tasks = iter(options.tasks)
     history: list[ChatCompletionMessageParam] = []
     task = next(tasks, None)
     while task is not None:
@@ -40,7 +40,7 @@ def main() -> None:
             model=model,
             messages=history,
             temperature=0,
-            max_tokens=asked.most,
+            max_tokens=options.most,
             # The reasoning stays in the content, also on a server with --reasoning-parser.
             extra_body={"separate_reasoning": False},
         )
@@ -49,7 +49,8 @@ def main() -> None:
         boxed = re.findall(r"\\boxed\{(.*?)\}", said)
         task = tool(tasks, boxed[-1].strip() if boxed else "no answer")
 
-    for scheduler in httpx.get(f"{asked.url}/reasoncache").raise_for_status().json()["schedulers"]:
+    report = httpx.get(f"{options.url}/reasoncache").raise_for_status().json()
+    for scheduler in report["schedulers"]:
         totals = scheduler["totals"]
         print(
             f"prompts that went on with a response that shared: {totals['prompts_continued']}, "

@@ -15,18 +15,18 @@ def main() -> None:
     parser.add_argument("question")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="where the server listens")
     parser.add_argument("--most", type=int, default=1000, help="most tokens of the answer")
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
-    client = openai.OpenAI(base_url=f"{asked.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="unused")
     answer = client.chat.completions.create(
         model=client.models.list().data[0].id,
-        messages=[{"role": "user", "content": asked.question}],
+        messages=[{"role": "user", "content": options.question}],
         temperature=0,
-        max_tokens=asked.most,
+        max_tokens=options.most,
     )
     print(answer.choices[0].message.content)
 
-    report = httpx.get(f"{asked.url}/reasoncache").raise_for_status().json()
+    report = httpx.get(f"{options.url}/reasoncache").raise_for_status().json()
     for scheduler in report["schedulers"]:
         totals = scheduler["totals"]
         print(

@@ -17,17 +17,17 @@ def main() -> None:
     parser.add_argument("--slots", type=int, help="KV slots; default: SGLang chooses")
     parser.add_argument("--when", default="short", choices=("short", "always"))
     parser.add_argument("--most", type=int, default=1000, help="most tokens of a response")
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
     engine = sglang.Engine(
-        model_path=asked.model,
-        device=asked.device,
-        max_total_tokens=asked.slots,
-        enable_reasoncache={"when": asked.when},
+        model_path=options.model,
+        device=options.device,
+        max_total_tokens=options.slots,
+        enable_reasoncache={"when": options.when},
     )
     try:
-        sampling = {"temperature": 0, "max_new_tokens": asked.most}
-        for response in engine.generate(asked.prompts, sampling):
+        sampling = {"temperature": 0, "max_new_tokens": options.most}
+        for response in engine.generate(options.prompts, sampling):
             print(response["text"])
         for state in engine.get_server_info()["internal_states"]:
             print(f"blocks shared: {state['reasoncache']['totals']['blocks_shared']}")

@@ -21,15 +21,15 @@ def main() -> None:
     parser.add_argument("--repair", default="none", help="none, first:TOKENS or query:SHARE")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="where the server listens")
     parser.add_argument("--most", type=int, default=200, help="most tokens of the answer")
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
-    client = openai.OpenAI(base_url=f"{asked.url}/v1", api_key="unused")
+    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="unused")
     model = client.models.list().data[0].id
-    for documents in (asked.documents, asked.documents[::-1]):
+    for documents in (options.documents, options.documents[::-1]):
         messages: list[ChatCompletionMessageParam] = [
             {"role": "system", "content": "Answer from the documents."}
         ]
-        for text in (*(path.read_text() for path in documents), asked.question):
+        for text in (*(path.read_text() for path in documents), options.question):
             messages.append({"role": "user", "content": text})
         begun = time.perf_counter()
         first = None
@@ -38,11 +38,11 @@ def main() -> None:
             model=model,
             messages=messages,
             temperature=0,
-            max_tokens=asked.most,
+            max_tokens=options.most,
             stream=True,
             extra_body={
                 # All messages between the first and the last are documents.
-                "custom_params": {"documents": "messages", "documents_repair": asked.repair},
+                "custom_params": {"documents": "messages", "documents_repair": options.repair},
                 "separate_reasoning": False,
             },
         )
@@ -54,7 +54,8 @@ def main() -> None:
         print(f"{', '.join(path.name for path in documents)}: first token after {first or 0:.3f} s")
         print(text)
 
-    for scheduler in httpx.get(f"{asked.url}/reasoncache").raise_for_status().json()["schedulers"]:
+    report = httpx.get(f"{options.url}/reasoncache").raise_for_status().json()
+    for scheduler in report["schedulers"]:
         totals = scheduler["totals"]
         print(
             f"documents read from the cache: {totals['documents_composed']}, "

@@ -28,18 +28,18 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="where the server listens")
     parser.add_argument("--most", type=int, default=1000, help="most tokens of a response")
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
     sampling = {
-        "n": asked.samples,
+        "n": options.samples,
         "temperature": 1.0,
-        "max_new_tokens": asked.most,
+        "max_new_tokens": options.most,
         "custom_params": {"reasoncache": {"record": True}},
     }
-    body = {"text": asked.prompt, "sampling_params": sampling}
-    responses = httpx.post(f"{asked.url}/generate", json=body, timeout=None).raise_for_status()
-    told = responses.json()
-    for number, response in enumerate(told if isinstance(told, list) else [told]):
+    body = {"text": options.prompt, "sampling_params": sampling}
+    reply = httpx.post(f"{options.url}/generate", json=body, timeout=None).raise_for_status()
+    responses = reply.json()
+    for number, response in enumerate(responses if isinstance(responses, list) else [responses]):
         meta = response["meta_info"]
         record = meta["reasoncache"]
         shared = len(record["blocks"]) + len(record["blocks_across"])

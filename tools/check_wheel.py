@@ -16,30 +16,30 @@ _PACKAGE = "sglang_reasoncache"
 
 def main(tracked: Path, pyproject: Path) -> None:
     project = tomllib.loads(pyproject.read_text())["project"]
-    found = distribution(project["name"])
+    wheel = distribution(project["name"])
     wanted = {
         f"{_PACKAGE}/{path}" if path.startswith("csrc/") else path
         for path in tracked.read_text().splitlines()
     }
-    files = {file.as_posix() for file in found.files or ()}
+    files = {file.as_posix() for file in wheel.files or ()}
     there = {file for file in files if ".dist-info/" not in file and not file.endswith(".pyc")}
     if there != wanted:
         sys.exit(f"missing: {sorted(wanted - there)}, not tracked: {sorted(there - wanted)}")
-    if found.version != project["version"]:
-        sys.exit(f"the wheel is version {found.version}, not {project['version']}")
-    entries = {(entry.group, entry.name): entry.value for entry in found.entry_points}
-    asked = {
+    if wheel.version != project["version"]:
+        sys.exit(f"the wheel is version {wheel.version}, not {project['version']}")
+    entries = {(entry.group, entry.name): entry.value for entry in wheel.entry_points}
+    declared = {
         (group, name): value
         for group, values in project["entry-points"].items()
         for name, value in values.items()
     }
-    if entries != asked:
-        sys.exit(f"entry points are {entries}, not {asked}")
+    if entries != declared:
+        sys.exit(f"entry points are {entries}, not {declared}")
     package = importlib.import_module(_PACKAGE)
-    if package.__version__ != found.version:
-        sys.exit(f"{_PACKAGE}.__version__ is {package.__version__}, not {found.version}")
+    if package.__version__ != wheel.version:
+        sys.exit(f"{_PACKAGE}.__version__ is {package.__version__}, not {wheel.version}")
     # Neither needs SGLang before SGLang calls it.
-    for entry in found.entry_points:
+    for entry in wheel.entry_points:
         entry.load()
     print(f"{package.__file__}: {len(there)} files, {len(entries)} entry points")
 

@@ -87,10 +87,10 @@ def _args(flags: dict[str, str]) -> argparse.Namespace:
         action: Any = actions.get(flag.split(" ")[0])
         if action is None:
             continue
-        found: Any = value if action.nargs != 0 and value else True
+        setting: Any = value if action.nargs != 0 and value else True
         if action.type in (int, float) and value:
-            found = action.type(value) if re.fullmatch(r"-?[\d.]+", value) else action.type(1)
-        setattr(args, action.dest, found)
+            setting = action.type(value) if re.fullmatch(r"-?[\d.]+", value) else action.type(1)
+        setattr(args, action.dest, setting)
     return args
 
 
@@ -116,16 +116,16 @@ def judge(name: str, flags: dict[str, str]) -> tuple[bool, bool, str]:
 
 def main() -> None:
     recipes = list(_recipes(Path(sys.argv[1])))
-    found = [(name, *judge(name, flags)) for name, flags in recipes]
-    reasons = Counter(reason for *_, reason in found if reason)
-    for name, starts, shares, reason in found:
+    verdicts = [(name, *judge(name, flags)) for name, flags in recipes]
+    reasons = Counter(reason for *_, reason in verdicts if reason)
+    for name, starts, shares, reason in verdicts:
         print("shares" if shares else "starts" if starts else "refused", name, reason, sep="\t")
-    starting = sum(one[1] for one in found)
-    sharing = sum(one[2] for one in found)
-    print(f"{len(found)} recipes: {starting} start, {sharing} share")
+    starting = sum(verdict[1] for verdict in verdicts)
+    sharing = sum(verdict[2] for verdict in verdicts)
+    print(f"{len(verdicts)} recipes: {starting} start, {sharing} share")
     for reason, count in reasons.most_common():
         print(f"{count}\t{reason}")
-    shared = [flags for (_, flags), one in zip(recipes, found, strict=True) if one[2]]
+    shared = [flags for (_, flags), verdict in zip(recipes, verdicts, strict=True) if verdict[2]]
     print("Of those that share:")
     for what, holds in _COUNTED.items():
         print(f"{sum(map(holds, shared))}\t{what}")

@@ -39,13 +39,13 @@ def _source(path: str, bases: list[str]) -> str | None:
     """None if there is no such object. "" if it has no source, or is one of the classes ``bases`` that ours
     extend: of these only the methods that we use are compared."""
     try:
-        found: Any = pkgutil.resolve_name(path)
+        target: Any = pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
         return None
     if path in bases:
         return ""
     try:
-        return inspect.getsource(getattr(found, "fget", None) or found)
+        return inspect.getsource(getattr(target, "fget", None) or target)
     except (TypeError, OSError):
         return ""
 
@@ -58,7 +58,9 @@ def dump(old: dict[str, Any] | None) -> dict[str, Any]:
     uses: dict[str, list[str]] = {}
     for kind, path in _uses():
         uses[path] = sorted({kind, *uses.get(path, ())})
-    bases = [f"{one.__module__}.{one.__qualname__}" for cls in ours.CLASSES for one in cls.__mro__]
+    bases = [
+        f"{base.__module__}.{base.__qualname__}" for cls in ours.CLASSES for base in cls.__mro__
+    ]
     if old:
         uses = old["uses"]
         bases = old["bases"]
@@ -86,9 +88,9 @@ def compare(old: dict[str, Any], new: dict[str, Any], full: bool) -> Iterator[st
         yield f"changed +{added} -{removed}  {path}  ({', '.join(kinds)})"
         yield from (f"    {line}" for line in lines[2:] if full)
     yield f"unchanged: {unchanged} of {len(old['uses'])}"
-    for told, one, other in (("new", new, old), ("gone", old, new)):
-        fields = sorted({*one["fields"]} - {*other["fields"]})
-        yield f"{told} fields of ServerArgs: {', '.join(fields) or 'none'}"
+    for change, version, other in (("new", new, old), ("gone", old, new)):
+        fields = sorted({*version["fields"]} - {*other["fields"]})
+        yield f"{change} fields of ServerArgs: {', '.join(fields) or 'none'}"
 
 
 def main() -> None:

@@ -39,13 +39,13 @@ class Options:
     )
     agents: int = option(16, "conversations at once", least=1)
     turns: int = option(3, "turns of a conversation", least=2)
-    slots: int = option(9000, "KV slots", least=2500)
+    slots: int = option(9000, "KV slots of each server", least=2500)
     most: int = option(600, "most tokens of a response", least=16)
-    rounds: int = option(3, "rounds, after one to warm up", least=1)
+    rounds: int = option(3, "rounds to measure, after one that is not measured", least=1)
     server_flags: tuple[str, ...] = option(
         ("--schedule-conservativeness", "0.3"), "flags of all servers", read=command.flags_of
     )
-    out: Path = option(Path("build/bench/agents"), "folder of results")
+    out: Path = option(Path("build/bench/agents"), "folder of turns.csv, agents.json and logs")
 
 
 class Agents:
@@ -70,13 +70,15 @@ class Agents:
             seeds = [number * 10_000 + agent for agent in range(self._options.agents)]
             with ThreadPoolExecutor(len(seeds)) as pool:
                 turns = [
-                    one for some in pool.map(lambda s: self._talk(server, s), seeds) for one in some
+                    turn
+                    for talk in pool.map(lambda s: self._talk(server, s), seeds)
+                    for turn in talk
                 ]
             wall = time.perf_counter() - begun
             server.settle()
             totals.extend(report["totals"] for report in server.reports())
-            made = sum(one["tokens"] for one in turns)
-            return [{**one, "tokens_per_s": made / wall} for one in turns]
+            made = sum(turn["tokens"] for turn in turns)
+            return [{**turn, "tokens_per_s": made / wall} for turn in turns]
 
         return converse
 
@@ -86,16 +88,16 @@ class Agents:
         turns = []
         for turn in range(self._options.turns):
             problem = make_problem(drawn)
-            history += self._asked(problem)
-            told = ask(server, history, self._options.most)
-            output = told.pop("output")
+            history += self._tokens_of(problem)
+            reply = ask(server, history, self._options.most)
+            output = reply.pop("output")
             text = self._tokenizer.decode(output)
             right = f"\\boxed{{ {problem.answer} }}" in text
-            turns.append({"turn": turn, "prompt": len(history), "right": right, **told})
+            turns.append({"turn": turn, "prompt": len(history), "right": right, **reply})
             history = [*history, *output]
         return turns
 
-    def _asked(self, problem: Problem) -> list[int]:
+    def _tokens_of(self, problem: Problem) -> list[int]:
         message = [{"role": "user", "content": problem.prompt}]
         text = self._tokenizer.apply_chat_template(
             message, tokenize=False, add_generation_prompt=True
@@ -134,31 +136,33 @@ def ask(server: Server, prompt: Sequence[int], most: int) -> dict[str, Any]:
 
 
 def row(
-    found: pd.DataFrame, side: str, reference: str, totals: Sequence[Mapping[str, Any]]
+    samples: pd.DataFrame, side: str, reference: str, totals: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Figures of a side, also relative to the reference, round by round."""
 
     def by_round(name: str, of: Callable[[pd.DataFrame], float]) -> pd.Series:
-        mine = found[found["side"] == name]
-        return mine.groupby("round").apply(of, include_groups=False)
+        rows = samples[samples["side"] == name]
+        return rows.groupby("round").apply(of, include_groups=False)
 
     figures: dict[str, Callable[[pd.DataFrame], float]] = {
-        "tokens_per_s": lambda one: float(one["tokens_per_s"].iloc[0]),
-        "cached": lambda one: float(_later(one)["cached"].sum() / _later(one)["prompt"].sum()),
-        "ttft_s": lambda one: float(_later(one)["ttft"].median()),
-        "ttft_p99_s": lambda one: float(_later(one)["ttft"].quantile(0.99)),
-        "tpot_p99_s": lambda one: float(one["tpot"].quantile(0.99)),
-        "right": lambda one: float(one["right"].mean()),
+        "tokens_per_s": lambda turns: float(turns["tokens_per_s"].iloc[0]),
+        "cached": lambda turns: float(
+            _later(turns)["cached"].sum() / _later(turns)["prompt"].sum()
+        ),
+        "ttft_s": lambda turns: float(_later(turns)["ttft"].median()),
+        "ttft_p99_s": lambda turns: float(_later(turns)["ttft"].quantile(0.99)),
+        "tpot_p99_s": lambda turns: float(turns["tpot"].quantile(0.99)),
+        "right": lambda turns: float(turns["right"].mean()),
     }
-    told: dict[str, Any] = {"method": side}
+    entry: dict[str, Any] = {"method": side}
     for name, of in figures.items():
-        mine = by_round(side, of)
-        theirs = by_round(reference, of)
-        told[name] = spread(mine)
-        told[f"{name}_of_reference"] = spread(mine / theirs)
+        values = by_round(side, of)
+        base = by_round(reference, of)
+        entry[name] = spread(values)
+        entry[f"{name}_of_reference"] = spread(values / base)
     for name in ("blocks_shared", "prompts_continued", "tokens_continued"):
-        told[name] = sum(one[name] for one in totals)
-    return told
+        entry[name] = sum(counts[name] for counts in totals)
+    return entry
 
 
 def _later(turns: pd.DataFrame) -> pd.DataFrame:
@@ -178,10 +182,10 @@ def work(options: Options) -> None:
                 raise ValueError(f"--methods: {TUNED} needs a run of eval.run; name its settings")
             server = servers.get(name, (*shared, *method.flags), method.env)
             sides[name] = agents.side(server, totals[name])
-        found = take_turns(sides, options.rounds)
+        samples = take_turns(sides, options.rounds)
     options.out.mkdir(parents=True, exist_ok=True)
-    found.to_csv(options.out / "turns.csv", index=False)
-    rows = [row(found, name, options.methods[0], totals[name]) for name in options.methods]
+    samples.to_csv(options.out / "turns.csv", index=False)
+    rows = [row(samples, name, options.methods[0], totals[name]) for name in options.methods]
     write_json(options.out / "agents.json", {"rows": rows})
     print(json.dumps(rows, indent=2))
 

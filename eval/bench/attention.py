@@ -58,13 +58,13 @@ def on_gpu(rounds: int) -> Iterator[Row]:
     batch = CudaBatch(Shape(64, 16_000))
     rates = Yardstick(batch.device).rates()
     for row in measured(batch, rates["copy"], rounds):
-        times = {f"{name}_ms": found for name, found in row.pop("ms").items()}
+        times = {f"{name}_ms": quartiles for name, quartiles in row.pop("ms").items()}
         yield {"shape": str(batch.shape), **row, **times, "copy_gb_per_s": rates["copy"]}
 
 
 def _shape(name: str) -> Shape:
-    found = re.fullmatch(r"(\d+)x(\d+)-(\d+)/(\d+)x(\d+)(?:\+(\d+))?", name)
-    sizes = [int(size) for size in found.groups() if size] if found else [0]
+    match = re.fullmatch(r"(\d+)x(\d+)-(\d+)/(\d+)x(\d+)(?:\+(\d+))?", name)
+    sizes = [int(size) for size in match.groups() if size] if match else [0]
     if not all(sizes) or sizes[2] % sizes[3]:
         expected = "REQUESTSxTOKENS-HEADS/KV_HEADSxDIM[+ROTATED]"
         raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
@@ -73,10 +73,18 @@ def _shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Options:
-    shapes: tuple[Shape, ...] = option(SHAPES, "shapes on the CPU", read=commas(_shape))
-    rounds: int = option(7, "rounds of each setting", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    output: Path = option(Path("build/bench/kernels.json"), "file of the figures")
+    shapes: tuple[Shape, ...] = option(
+        SHAPES,
+        "shapes to measure on a CPU, REQUESTSxTOKENS-HEADS/KV_HEADSxDIM[+ROTATED]",
+        read=commas(_shape),
+    )
+    rounds: int = option(7, "times that each setting is measured", least=1)
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "cpu or cuda", choices=("cpu", "cuda")
+    )
+    output: Path = option(
+        Path("build/bench/kernels.json"), "JSON file of the figures; those of the other device stay"
+    )
 
 
 def work(options: Options) -> None:
@@ -87,15 +95,15 @@ def work(options: Options) -> None:
         for row in on_cpu(options.shapes, options.rounds) if is_cpu else on_gpu(options.rounds):
             print("{shape}, {shared_percent}%".format(**row), file=sys.stderr, flush=True)
             rows.append(row)
-    table = pd.DataFrame([{name: as_text(one) for name, one in row.items()} for row in rows])
+    table = pd.DataFrame([{name: as_text(value) for name, value in row.items()} for row in rows])
     print("\n" + table.to_markdown(index=False, disable_numparse=True), flush=True)
     threads = f"CPU, {torch.get_num_threads()} threads"
-    found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
-    found["device"] = threads if is_cpu else torch.cuda.get_device_name()
+    about: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
+    about["device"] = threads if is_cpu else torch.cuda.get_device_name()
     # Results of the other device stay in the file.
-    known = json.loads(options.output.read_text()) if options.output.is_file() else {}
-    known[options.device] = {**found, "rounds": options.rounds, "rows": rows}
-    write_json(options.output, known)
+    results = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    results[options.device] = {**about, "rounds": options.rounds, "rows": rows}
+    write_json(options.output, results)
     print(f"\nwrote {options.output}")
 
 

@@ -116,15 +116,17 @@ class Batch:
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
-    def check(self, name: str, found: torch.Tensor, rows: torch.Tensor) -> None:
-        """Raises RuntimeError if ``found`` ``[requests, heads, head_dim]`` differs from fp32 attention over
+    def check(self, name: str, output: torch.Tensor, rows: torch.Tensor) -> None:
+        """Raises RuntimeError if ``output`` ``[requests, heads, head_dim]`` differs from fp32 attention over
         ``rows`` by more than ``tolerance``."""
         query = self.query[self.checked].float().unflatten(1, (self.shape.kv_heads, -1))
         k, v = (side.transpose(1, 2) for side in self.read(rows[self.checked]))
         expected = F.scaled_dot_product_attention(query, k, v, scale=self.scale)
         size = (len(self.checked), -1)
-        found, expected = (one.double().reshape(size) for one in (found[self.checked], expected))
-        error = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+        output, expected = (
+            result.double().reshape(size) for result in (output[self.checked], expected)
+        )
+        error = float(((output - expected).norm(dim=1) / expected.norm(dim=1)).max())
         if not error <= self.tolerance:  # also true for NaN
             raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 

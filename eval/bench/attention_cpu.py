@@ -102,18 +102,23 @@ class CpuBatch(Batch):
         self._table.req_to_token[1 : 1 + len(both), : self.shape.tokens] = both
         self._allocator.has_shifted_slots = self.shares
         self._ours.init_forward_metadata(self._batch)
-        found = self._forward(self._ours, self._layers[-1], self._batch)
+        output = self._forward(self._ours, self._layers[-1], self._batch)
         size = self.shape.requests, self.shape.heads, self.shape.head_dim
-        self.check(f"{percent}% shared, ours", found.view(size), self.rows)
+        self.check(f"{percent}% shared, ours", output.view(size), self.rows)
 
     def sides(self) -> dict[str, Side]:
         ours = functools.partial(self._step, self._ours)
         # This side reads the same number of positions of the same pool, none of them shared.
-        own = functools.partial(ours, self._batch_of(1 + self.shape.requests))
+        unshared = functools.partial(ours, self._batch_of(1 + self.shape.requests))
         native = functools.partial(self._step, self._native)
         if self.shape.rotated:
-            return {"ours": ours, "unshared": own, "absorbed": self._absorbed, "native": self._once}
-        return {"ours": ours, "unshared": own, "native": native}
+            return {
+                "ours": ours,
+                "unshared": unshared,
+                "absorbed": self._absorbed,
+                "native": self._once,
+            }
+        return {"ours": ours, "unshared": unshared, "native": native}
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """Returns the figures of a setting. ``gb_per_s`` counts each position's K and V, shared or not.

@@ -81,10 +81,10 @@ class CudaBatch(Batch):
 
     def calls(self) -> dict[str, Call]:
         """The calls to time, with FlashInfer's if FlashInfer is installed and the pool is 16-bit on a GPU."""
-        found: dict[str, Call] = {"ours": self.decode, "plan": self.planning()}
+        calls: dict[str, Call] = {"ours": self.decode, "plan": self.planning()}
         if self.device.type == "cuda" and self.pool[0].itemsize == 2 and find_spec("flashinfer"):
-            found["flashinfer"] = self.flashinfer()
-        return found
+            calls["flashinfer"] = self.flashinfer()
+        return calls
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
         """A call of FlashInfer's decode over each request's own slots. The plan is made beforehand."""
@@ -136,7 +136,7 @@ def measured(
         for _ in range(rounds):
             for name, call in calls.items():
                 times[name] += bench(call)
-        ms = {name: spread(found) for name, found in times.items()}
+        ms = {name: spread(samples) for name, samples in times.items()}
         ours, plan = (ms[name]["median"] for name in ("ours", "plan"))
         of_copy = size / ours / copy_gb_per_s
         of_step = plan / (plan + _LAYERS * ours)
@@ -161,8 +161,8 @@ def main() -> int:
                 print(json.dumps({"kind": name, **figures}), flush=True)
         except Exception as error:  # the next kind may still work
             status = 1
-            told = f"{type(error).__name__}: {error}"
-            print(json.dumps({"kind": name, "failed": told[-2000:]}), flush=True)
+            message = f"{type(error).__name__}: {error}"
+            print(json.dumps({"kind": name, "failed": message[-2000:]}), flush=True)
     return status
 
 

@@ -40,7 +40,7 @@ _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
 #: Questions asked about a set, documents in a set, words in a document. Few-shot sets have other sizes.
-_ASKED = 4
+_QUESTIONS = 4
 _SET = 5
 _WORDS = 150
 
@@ -66,8 +66,14 @@ _KINDS = {
 class Options:
     questions: int = option(200, "questions of each task, 0 for none", least=0, metavar="N")
     live: int = option(500, "questions to live servers, 0 for none", least=0, metavar="N")
-    sides: tuple[str, ...] = option((*REPAIRS, FOUND), "what is timed beside stock")
-    tasks: tuple[str, ...] = option(("distinct", "rivals", "few-shot", "repeat"))
+    sides: tuple[str, ...] = option(
+        (*REPAIRS, FOUND),
+        "servers to time beside a stock one: repairs, and auto, which finds documents itself",
+    )
+    tasks: tuple[str, ...] = option(
+        ("distinct", "rivals", "few-shot", "repeat"),
+        "questions: for facts of several kinds or of one, for labels, for the documents' words",
+    )
     arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
 
@@ -97,23 +103,23 @@ class Tasks:
 
     def rows(self, task: str, count: int) -> Iterator[dict[str, Any]]:
         make = {"distinct": self.distinct, "rivals": self.rivals, "few-shot": self.few_shot}
-        for number in range(-(-count // _ASKED)):
+        for number in range(-(-count // _QUESTIONS)):
             documents, questions = make.get(task, self.repeat)()
             system = _SYSTEM if task != "few-shot" else "Label the last word as in the examples."
-            asked = self._random.sample(questions, min(_ASKED, count - number * _ASKED))
-            for question, lead, answer in asked:
+            chosen = self._random.sample(questions, min(_QUESTIONS, count - number * _QUESTIONS))
+            for question, lead, answer in chosen:
                 row = {"group": task, "system": system, "documents": documents}
                 yield {**row, "question": question, "lead": lead, "answer": answer}
 
     def distinct(self) -> Drawn:
         """Each document states a fact of a different kind."""
-        return self._told(_FACTS)
+        return self._with_facts(_FACTS)
 
     def rivals(self) -> Drawn:
         """Each document states the code of a different place, in the same words."""
         places = self._random.sample(_PLACES.split(","), _SET)
         codes = [f"he access code of the {place}" for place in places]
-        return self._told({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
+        return self._with_facts({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
 
     def few_shot(self) -> Drawn:
         """Each document labels three words of each of two kinds; questions ask for another word's label."""
@@ -126,44 +132,49 @@ class Tasks:
             shown = [(words[kind].pop(), kind) for kind in pair for _ in range(3)]
             lines = (f"Word: {word}\nLabel: {label[kind]}" for word, kind in draw(shown, 6))
             documents.append("\n".join(lines))
-        asked = []
+        questions = []
         for kind in kinds:
             word = words[kind].pop()
-            asked.append((f"Which label has {word}?", f"Word: {word}\nLabel:", f" {label[kind]}"))
-        return documents, asked
+            questions.append(
+                (f"Which label has {word}?", f"Word: {word}\nLabel:", f" {label[kind]}")
+            )
+        return documents, questions
 
     def repeat(self) -> Drawn:
         """A question asks to repeat a document. Eight words are given; the next eight are the answer."""
         sections = [self._section() for _ in range(_SET)]
-        asked = []
+        questions = []
         for number, section in enumerate(sections, 1):
             words = " ".join(section).split()
             parts = " ".join(words[:8]), " " + " ".join(words[8:16])
-            asked.append((f"Repeat section {number} word by word.", *parts))
-        texts = (f"Section {number}\n\n{' '.join(one)}" for number, one in enumerate(sections, 1))
-        return [*texts], asked
+            questions.append((f"Repeat section {number} word by word.", *parts))
+        texts = (
+            f"Section {number}\n\n{' '.join(sentences)}"
+            for number, sentences in enumerate(sections, 1)
+        )
+        return [*texts], questions
 
-    def _told(self, facts: Mapping[str, str]) -> Drawn:
+    def _with_facts(self, facts: Mapping[str, str]) -> Drawn:
         """Documents that each state a fact, with a number in place of ``{}``. The questions ask for these
         numbers."""
         documents = list[str]()
-        asked = list[tuple[str, str, str]]()
+        questions = list[tuple[str, str, str]]()
         for fact in self._random.sample([*facts], _SET):
             number = str(self._random.randint(1000, 9999))
             section = self._section()
             section.insert(self._random.randint(0, len(section)), fact.format(number))
             documents.append(" ".join(section))
-            asked.append((facts[fact], fact.split(" {}")[0], f" {number}"))
-        return documents, asked
+            questions.append((facts[fact], fact.split(" {}")[0], f" {number}"))
+        return documents, questions
 
     def _section(self) -> list[str]:
         """Sentences of consecutive paragraphs, at least ``_WORDS`` words in all."""
-        found = list[str]()
+        sentences = list[str]()
         at = self._random.randrange(len(self._prose))
-        while sum(text.count(" ") for text in found) < _WORDS:
-            found += re.split(r"(?<=\.) (?=[A-Z])", self._prose[at % len(self._prose)])
+        while sum(text.count(" ") for text in sentences) < _WORDS:
+            sentences += re.split(r"(?<=\.) (?=[A-Z])", self._prose[at % len(self._prose)])
             at += 1
-        return found
+        return sentences
 
 
 class Live:
@@ -194,9 +205,9 @@ class Live:
             question = self._encode(f"\nWhat does rule {drawn.randrange(10**6)} say?\n")
             prompt = [*self._base, *documents, *question]
             begun = time.perf_counter()
-            told = _ask(server, prompt, **({"custom_params": custom} if repair else {}))
+            meta = _ask(server, prompt, **({"custom_params": custom} if repair else {}))
             seconds = time.perf_counter() - begun
-            return [{"seconds": seconds, "computed": len(prompt) - told["cached_tokens"]}]
+            return [{"seconds": seconds, "computed": len(prompt) - meta["cached_tokens"]}]
 
         return ask
 
@@ -216,28 +227,30 @@ def live(options: Options) -> list[dict[str, Any]]:
     prompts = Live(load_tokenizer(str(MODEL)))
     flags = (*_FLAGS, "--max-total-tokens", str(_SLOTS))
     ours = (*flags, "--enable-reasoncache")
-    own = {"stock": flags, FOUND: (*ours, "--reasoncache-set", "documents=auto")}
+    flags_by_side = {"stock": flags, FOUND: (*ours, "--reasoncache-set", "documents=auto")}
     sides = dict[str, Any]()
     with Servers(options.out / "documents", MODEL, "cpu", keep=3) as servers:
         for name in ("stock", *options.sides):
-            server = servers.get(name if name in own else "ours", own.get(name, ours)).process
+            server = servers.get(
+                name if name in flags_by_side else "ours", flags_by_side.get(name, ours)
+            ).process
             prompts.warm(server)
             sides[name] = prompts.side(server, name if name in REPAIRS else "")
-        found = take_turns(sides, options.live)
-    return [live_row(found, name) for name in sides]
+        samples = take_turns(sides, options.live)
+    return [live_row(samples, name) for name in sides]
 
 
-def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
+def live_row(samples: pd.DataFrame, side: str) -> dict[str, Any]:
     """A side's times to the first token, also relative to stock, and its computed tokens per document token."""
-    mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
+    prompts, stock = (samples[samples["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",
         "method": side,
-        "recomputed": float(mine["computed"].mean() / (IN_PROMPT * TOKENS)),
-        "ttft_ratio": float(mine["seconds"].median() / stock["seconds"].median()),
-        "ttft_s": spread(mine["seconds"]),
-        "of_stock": spread(mine["seconds"] / stock["seconds"]),
-        "questions": len(mine),
+        "recomputed": float(prompts["computed"].mean() / (IN_PROMPT * TOKENS)),
+        "ttft_ratio": float(prompts["seconds"].median() / stock["seconds"].median()),
+        "ttft_s": spread(prompts["seconds"]),
+        "of_stock": spread(prompts["seconds"] / stock["seconds"]),
+        "questions": len(prompts),
     }
 
 
@@ -248,12 +261,12 @@ def work(options: Options) -> None:
     rows = [*itertools.chain(*(draw(task, options.questions) for task in options.tasks))]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     gate = Gate(MODEL, documents=path, arms=options.arms, out=path.with_name("gate.json"))
-    told = through_the_gate(gate) if rows else []
-    found = [{"task": row.pop("group"), "method": row.pop("arm"), **row} for row in told]
-    write_json(options.out / "documents.json", {"rows": found})
-    found += live(options) if options.live else []
-    write_json(options.out / "documents.json", {"rows": found})
-    print(json.dumps(found[len(told) :], indent=2))
+    records = through_the_gate(gate) if rows else []
+    results = [{"task": row.pop("group"), "method": row.pop("arm"), **row} for row in records]
+    write_json(options.out / "documents.json", {"rows": results})
+    results += live(options) if options.live else []
+    write_json(options.out / "documents.json", {"rows": results})
+    print(json.dumps(results[len(records) :], indent=2))
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ def measure(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dic
         for i in range(_REQUESTS):
             tokens.extend(itertools.islice(endless[i % len(endless)], _INTERVAL))
         start = time.thread_time()
-        found = step_filter.take(min(step_filter.ready(), 256), 256) if polls else []
+        results = step_filter.take(min(step_filter.ready(), 256), 256) if polls else []
         step_filter.feed(requests, counts, tokens)
         polls.append((time.thread_time() - start) / _INTERVAL * 1e6)
-        steps += [one.seconds * 1e3 for one in found]
+        steps += [result.seconds * 1e3 for result in results]
         time.sleep(_PAUSE_SECONDS)
     figures = ["median", "mean", p99, "max"]
     return {

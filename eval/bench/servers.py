@@ -94,10 +94,10 @@ def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: i
     runs = {}
     for name, tasks, limit in (("waiting", files, 48), ("together", ["loops"], 11)):
         data = " ".join(f"--data {task}_replay={files[task]}" for task in tasks)
-        asked = f"--tasks {','.join(f'{task}_replay' for task in tasks)} {data} --limit {limit}"
+        workload = f"--tasks {','.join(f'{task}_replay' for task in tasks)} {data} --limit {limit}"
         for suffix, more in (("", ""), ("-flashinfer", " --attention-backend flashinfer")):
             runs[name + suffix] = (
-                f"--model {model} --device auto {asked} --methods dense,newest,newest:percentile=0 "
+                f"--model {model} --device auto {workload} --methods dense,newest,newest:percentile=0 "
                 f"--kv-budget 60000 --decode-log-interval 20 --server-flags '{server}{more}'"
             )
     return runs
@@ -140,8 +140,8 @@ def short(_: Path | None) -> Runs:
         f"{_IN_TURNS} dense,tuned,newest:when=always,newest --temperature 0 --seeds 0,1 --warm-up 4"
     )
     return {
-        f"{task}-{pool}": f"--tasks {task} {asked} {sides} --kv-budget {pool}"
-        for task, (asked, pools) in workloads.items()
+        f"{task}-{pool}": f"--tasks {task} {flags} {sides} --kv-budget {pool}"
+        for task, (flags, pools) in workloads.items()
         for pool in pools
     }
 
@@ -202,7 +202,9 @@ def reasoncache(_: Path | None) -> Runs:
     check, then with the KV distance; random sharing. ``percentile``: of accepted distances. In both, blocks are
     paired by index, because the distances of blocks of equal tokens say less. ``tau``: dynamic and fixed
     lexical thresholds. ``structure``: with and without the check, and with a tolerance."""
-    stages = ",".join(f"{one}:align=index" for one in ("cosine", "cosine-structure", "reasoncache"))
+    stages = ",".join(
+        f"{stage}:align=index" for stage in ("cosine", "cosine-structure", "reasoncache")
+    )
     percentiles = ",".join(f"p{percentile}:align=index" for percentile in (20, 50, 80, 100))
     soft = ",".join(f"reasoncache:tau_strict=0.9,tau_soft={tau}" for tau in (0.5, 0.7, 0.9))
     strict = ",".join(f"reasoncache:tau_strict={tau},tau_soft=0.7" for tau in (0.8, 0.95))
@@ -236,16 +238,18 @@ def answers(_: Path | None) -> Runs:
 
 
 BENCHES: dict[str, Callable[[Path | None], Runs]] = {
-    one.__name__: one
-    for one in (serve, gpu, short, siblings, policies, reasoncache, memshare, answers)
+    bench.__name__: bench
+    for bench in (serve, gpu, short, siblings, policies, reasoncache, memshare, answers)
 }
 
 
 @dataclass(frozen=True)
 class Options:
-    bench: str = option(text=", ".join(BENCHES), choices=BENCHES, metavar="BENCH")
+    bench: str = option(
+        text=f"comparison to make: {', '.join(BENCHES)}", choices=BENCHES, metavar="BENCH"
+    )
     traces: Path | None = option(None, "folder of recorded responses, which serve and gpu replay")
-    only: tuple[str, ...] = option((), "make only these runs", metavar="RUN,...")
+    only: tuple[str, ...] = option((), "make only these runs of the comparison", metavar="RUN,...")
     flags: tuple[str, ...] = option((), "flags of eval.run, for each run", read=flags_of)
     out: Path = option(Path("build/bench"), "folder of results")
 
@@ -253,16 +257,16 @@ class Options:
 def work(options: Options) -> None:
     """Make the runs that have no results yet, and a report on all runs. Raises ValueError if options are wrong
     or nothing could be measured."""
-    asked = BENCHES[options.bench](options.traces)
+    runs = BENCHES[options.bench](options.traces)
     commit = describe_versions()["commit"]
-    if unknown := set(options.only) - asked.keys():
-        raise ValueError(f"--only must be of {', '.join(asked)}, got {', '.join(unknown)}")
+    if unknown := set(options.only) - runs.keys():
+        raise ValueError(f"--only must be of {', '.join(runs)}, got {', '.join(unknown)}")
     home = options.out / options.bench / digest_of([commit, options.flags])
     folders = []
     is_whole = True
-    for name in options.only or asked:
+    for name in options.only or runs:
         folders.append(home / name)
-        words = [*flags_of(_ALL + asked[name]), *options.flags]
+        words = [*flags_of(_ALL + runs[name]), *options.flags]
         is_whole &= run(parse(words)[0], folders[-1])
         data = load(folders)
         if data.cells.empty:

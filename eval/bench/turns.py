@@ -30,16 +30,16 @@ def take_turns(
         for name in list(sides)[:: -1 if number % 2 else 1]:
             samples = sides[name]()
             behind = between()
-            lines += [{"side": name, "round": number, **behind, **one} for one in samples]
-    found = pd.DataFrame(lines)
-    return found[found["round"] > 0]
+            lines += [{"side": name, "round": number, **behind, **sample} for sample in samples]
+    table = pd.DataFrame(lines)
+    return table[table["round"] > 0]
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Returns the median and the quartiles."""
     points = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
-    found = torch.tensor([*values], dtype=torch.float64).quantile(points)
-    return dict(zip(("median", "low", "high"), found.tolist(), strict=True))
+    quantiles = torch.tensor([*values], dtype=torch.float64).quantile(points)
+    return dict(zip(("median", "low", "high"), quantiles.tolist(), strict=True))
 
 
 def as_text(figure: Any) -> str:

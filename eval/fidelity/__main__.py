@@ -44,16 +44,29 @@ class Options:
     documents: Path | None = option(
         None, "JSONL file of rows with system, documents, question and answer", metavar="FILE"
     )
-    arms: tuple[str, ...] = option((), "arms or repairs, by default those of docs/fidelity.md")
-    like: str = option(default_name(), "arm; evictors save as much as this arm")
-    groups: tuple[str, ...] = option(GROUPS[:2], choices=GROUPS)
+    arms: tuple[str, ...] = option(
+        (),
+        "ways to edit the KV cache; with --documents, repairs. By default those of docs/fidelity.md",
+    )
+    like: str = option(default_name(), "the arm that decides how many positions evictors save")
+    groups: tuple[str, ...] = option(
+        GROUPS[:2], "responses to measure: right, loops or wrong", choices=GROUPS
+    )
     limit: int | None = option(None, "responses or rows of each group, by default all", least=1)
     cap: int = option(2600, "most tokens of question and response, or of a row", least=1)
     shortest: int = option(1000, "shorter responses are left out", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
+    )
+    dtype: str = option(
+        "float32",
+        "data type of weights and KV: float32, bfloat16 or float16",
+        choices=("float32", "bfloat16", "float16"),
+    )
     threads: int = option(torch.get_num_threads(), "threads of PyTorch on a CPU", least=1)
-    out: Path = option(Path("build/bench/fidelity.json"), "file of the figures")
+    out: Path = option(
+        Path("build/bench/fidelity.json"), "JSON file of the figures; records go beside it"
+    )
 
     def __post_init__(self) -> None:
         if (self.responses is None) == (self.documents is None):
@@ -62,13 +75,13 @@ class Options:
 
 def chosen(options: Options, tokenizer: Any) -> list[Response]:
     """At most ``--limit`` responses of each group; groups alternate. Raises ValueError if there are none."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     ranked = []
     assert options.responses is not None
     for response in read(options.responses, tokenizer, options.cap, options.shortest):
-        rank = seen[response.group]
+        rank = counts[response.group]
         if response.group in options.groups and rank < (options.limit or rank + 1):
-            seen[response.group] += 1
+            counts[response.group] += 1
             ranked.append((rank, options.groups.index(response.group), response))
     if not ranked:
         raise ValueError(f"{options.responses}: no response of --shortest and --groups")
@@ -81,28 +94,28 @@ def measure(
     """Yields a record for each item, and appends each new record to a JSONL file at once. Items that
     have a record there with the same settings are not measured again, so an interrupted run can continue."""
     path = options.out.with_suffix(".jsonl")
-    known = {}
+    records = {}
     scores = None
-    given = options.documents or options.responses
-    if given is not None and path.resolve() in (given.resolve(), given.resolve() / path.name):
+    source = options.documents or options.responses
+    if source is not None and path.resolve() in (source.resolve(), source.resolve() / path.name):
         raise ValueError(f"--out {options.out}: its records go to {path}, which is what is read")
     cut_unfinished(path)
     if path.exists():
-        known = {record["key"]: record for record in map(json.loads, path.open())}
+        records = {record["key"]: record for record in map(json.loads, path.open())}
     settings = [str(options.model.resolve()), options.dtype, *settings]
     for item in items:
         key = hashlib.sha256(json.dumps([settings, item]).encode()).hexdigest()[:16]
-        if key not in known:
+        if key not in records:
             scores = scores or begin(
                 load(options.model, options.dtype, options.device, options.cap)
             )
             begun = time.monotonic()
             record: dict[str, Any] = dict(key=key, response=item.name, group=item.group)
             record |= dict(tokens=len(item.tokens), arms=scores(item))
-            known[key] = {**record, "seconds": round(time.monotonic() - begun, 1)}
+            records[key] = {**record, "seconds": round(time.monotonic() - begun, 1)}
             with path.open("a") as file:
-                file.write(json.dumps(known[key]) + "\n")
-        yield known[key]
+                file.write(json.dumps(records[key]) + "\n")
+        yield records[key]
 
 
 def _responses(options: Options, tokenizer: Any) -> Job:

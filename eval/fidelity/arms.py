@@ -68,8 +68,8 @@ def parse(name: str) -> Arm:
         return Arm(name, pool=POOLS[name])
     if name.partition(":")[0] in PAPERS:
         return _preset(name)
-    if found := _QUEST.fullmatch(name):
-        return Arm(name, quest=int(found["page"] or 16))
+    if quest := _QUEST.fullmatch(name):
+        return Arm(name, quest=int(quest["page"] or 16))
     direction, *options = name.split("-")
     if direction not in ("newest", "oldest"):
         return _evictor(name)
@@ -102,18 +102,18 @@ def parse(name: str) -> Arm:
 
 def _preset(name: str) -> Arm:
     """The arm of ``PRESET[:key=value:...]``: a preset of the plugin, with settings of the plugin."""
-    preset, *given = name.split(":")
+    preset, *settings = name.split(":")
     # What only this program has.
     only = {"encoder": "", "metric": METRICS[0]}
-    for setting in tuple(given):
+    for setting in tuple(settings):
         key, equals, value = setting.partition("=")
         if key in only and equals:
             only[key] = value
-            given.remove(setting)
+            settings.remove(setting)
     if only["metric"] not in METRICS:
         raise ValueError(f"{name!r}: metric must be one of {', '.join(METRICS)}")
     try:
-        values = parse_settings(",".join(given)) if given else {}
+        values = parse_settings(",".join(settings)) if settings else {}
         config = ReasonCacheConfig.from_mapping({"preset": preset, **values})
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from error
@@ -134,14 +134,14 @@ def _evictor(name: str) -> Arm:
     alone = name.removesuffix("-evict")
     policy = alone.removesuffix(BY_HEAD)
     try:
-        found = policy_options.parse(f"{policy}{',' if ':' in policy else ':'}budget=1").evictors
+        evictors = policy_options.parse(f"{policy}{',' if ':' in policy else ':'}budget=1").evictors
     except policy_options.PolicyError as error:
         raise ValueError(
             f"{name!r} is neither {_GRAMMAR}; nor quest or quest:PAGE; nor a policy: must be {error}"
         ) from error
-    if len(found) != 1 or found[0].policy.queries:
+    if len(evictors) != 1 or evictors[0].policy.queries:
         raise ValueError(f"{name!r} is two policies, or reads queries, not recorded here")
-    return Arm(name, evictor=found[0].policy, by_head=alone.endswith(BY_HEAD))
+    return Arm(name, evictor=evictors[0].policy, by_head=alone.endswith(BY_HEAD))
 
 
 def default_name() -> str:

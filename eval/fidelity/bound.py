@@ -32,7 +32,7 @@ class Options(OnResponses):
     queries: int = option(32, "last tokens of a response whose attention is compared", least=1)
     limit: int = option(5, "responses with similar steps that are read", least=1)
     as_cached: bool = option(False, "read keys as cached, as the paper does, not rotated")
-    out: Path = option(Path("build/bench/bound.csv"), "file of the figures")
+    out: Path = option(Path("build/bench/bound.csv"), "CSV file of the figures")
 
 
 def changes(
@@ -55,16 +55,15 @@ def changes(
     k, new_k, v, new_v = (
         part.float().repeat_interleave(groups, dim=0) for part in (*keys, *values)
     )
-    asked = query.float()
+    q = query.float()
     before, after = (
-        (asked @ part.mT * scale).masked_fill(~visible, -torch.inf).softmax(-1)
-        for part in (k, new_k)
+        (q @ part.mT * scale).masked_fill(~visible, -torch.inf).softmax(-1) for part in (k, new_k)
     )
     # Positions that a query does not see count neither as replaced nor as values.
     apart = torch.where(visible, (k - new_k).norm(dim=-1)[:, None], 0.0)
     far = torch.where(visible, (v - new_v).norm(dim=-1)[:, None], 0.0)
     sizes = torch.where(visible, v.norm(dim=-1)[:, None], 0.0)
-    weights_bound = asked.norm(dim=-1) * apart.sum(-1) * scale
+    weights_bound = q.norm(dim=-1) * apart.sum(-1) * scale
     return {
         "weights": (before - after).abs().sum(-1),
         "weights_bound": weights_bound,
@@ -84,7 +83,7 @@ def measure(
     """For each layer the :func:`changes` of the last ``queries`` tokens, where the first block of each pair
     reads the second. Each pair ends before these tokens."""
     split = len(tokens) - queries
-    found = list[dict[str, torch.Tensor]]()
+    layers = list[dict[str, torch.Tensor]]()
     cache: EditableCache = reader.cache(2, len(tokens))
     reader.prefill(cache, tokens[:split])
     shared = cache.branch()
@@ -101,14 +100,14 @@ def measure(
         values = cache.values[layer]
         for part in (keys, values):
             part[shared, :, split:] = part[0, :, split:]
-        found.append(
+        layers.append(
             changes(
                 query, (keys[0], keys[shared]), (values[0], values[shared]), visible, reader.scaling
             )
         )
 
     reader.forward(cache, tokens[split:], watch=watch, logits_to_keep=1)
-    return found
+    return layers
 
 
 def work(options: Options) -> list[dict[str, Any]]:

@@ -126,7 +126,7 @@ class Reader:
         causal = torch.arange(end, device=self.device) <= at[:, None]
         if cache.by_head:
             options["by_head"] = cache.by_head
-        found = self.model(
+        logits = self.model(
             input_ids=torch.tensor(tokens, device=self.device).expand(cache.rows, -1),
             attention_mask=cache.visible[: cache.rows, None, None, :end] & causal,
             position_ids=(first + at).expand(cache.rows, -1),
@@ -135,7 +135,7 @@ class Reader:
             **options,
         ).logits
         cache.length = end
-        return found
+        return logits
 
     def prefill(self, cache: EditableCache, tokens: Sequence[int]) -> None:
         """Appends ``tokens`` in chunks, of which no logits are needed."""
@@ -216,10 +216,10 @@ def _attention(
         for row, visible in by_head.items():
             number: Any = module.layer_idx
             attention_mask[row] = visible(number, query[row], key[row], attention_mask[row, 0])
-    found = torch.nn.functional.scaled_dot_product_attention(
+    output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
-    return found.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(_NAME, _attention)

@@ -35,8 +35,8 @@ class Options(OnResponses):
     budgets: tuple[int, ...] = option(
         (128, 256, 512), "positions that stay", read=commas(int), least=2
     )
-    limit: int = option(3, "responses", least=1)
-    out: Path = option(Path("build/bench/diversity.csv"), "file of the figures")
+    limit: int = option(3, "responses to measure, from the first on", least=1)
+    out: Path = option(Path("build/bench/diversity.csv"), "CSV file of the figures")
 
     def __post_init__(self) -> None:
         for name in self.policies:
@@ -60,15 +60,15 @@ def diversity(keys: torch.Tensor) -> float:
 
 def spans(reader: Reader, cache: EditableCache, arms: Mapping[str, ArmCache]) -> dict[str, float]:
     """:func:`diversity` of the keys that each arm keeps, the mean of the layers; ``all`` keeps every key."""
-    found = {}
+    means = {}
     for name, arm in {"all": None, **arms}.items():
         values = []
         for layer in range(reader.layers):
             keys = cache.keys[layer, 0, :, : cache.length].cpu()
             kept = [torch.arange(cache.length)] * len(keys) if arm is None else arm.kept(layer)
             values += [diversity(head[at]) for head, at in zip(keys, kept, strict=True)]
-        found[name] = sum(values) / len(values)
-    return found
+        means[name] = sum(values) / len(values)
+    return means
 
 
 def work(options: Options) -> list[dict[str, Any]]:

@@ -44,23 +44,23 @@ def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list
     """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``, ``question``
     and ``answer``; ``id``, ``group`` and ``lead`` (text before the answer) are optional. Raises OSError if the
     file cannot be read. Raises ValueError if a line is bad or over ``cap`` tokens, or if there are no rows."""
-    seen = Counter[str]()
-    found = []
+    counts = Counter[str]()
+    prompts = []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
-        seen[row.group] += 1
-        if limit is None or seen[row.group] <= limit:
-            found.append(row._replace(name=row.name or f"{path.stem}:{number}"))
-    if not found:
+        counts[row.group] += 1
+        if limit is None or counts[row.group] <= limit:
+            prompts.append(row._replace(name=row.name or f"{path.stem}:{number}"))
+    if not prompts:
         raise ValueError(f"{path}: no rows")
-    return found
+    return prompts
 
 
 def _prompt(row: dict[str, Any], tokenizer: Any, cap: int) -> Prompt:
-    given = row.get("documents")
-    if not isinstance(given, list) or not given:
+    documents = row.get("documents")
+    if not isinstance(documents, list) or not documents:
         raise ValueError("field 'documents' is no list of texts, or empty")
-    documents = {f"documents[{number}]": text for number, text in enumerate(given)}
-    texts = [text_of({**row, **documents}, name) for name in ("system", *documents, "question")]
+    fields = {f"documents[{number}]": text for number, text in enumerate(documents)}
+    texts = [text_of({**row, **fields}, name) for name in ("system", *fields, "question")]
     tokens, (start, *ends) = _tokenized(texts, tokenizer)
     lead = _ids(tokenizer, text_of(row, "lead")) if "lead" in row else []
     answer = _ids(tokenizer, text_of(row, "answer"))
@@ -109,9 +109,9 @@ def parse(name: str) -> tuple[str, Repair | SamKV | InfLLM]:
     try:
         return name.partition(":")[0], repair_of(name.replace("deviation:", "query:", 1))
     except ValueError as error:
-        known = "none, first:TOKENS, ends:TOKENS, query:SHARE, deviation:SHARE, infllm[:SHARE]"
+        repairs = "none, first:TOKENS, ends:TOKENS, query:SHARE, deviation:SHARE, infllm[:SHARE]"
         more = "samkv[-fusion|-select|-calibrated][:BLOCK]"
-        raise ValueError(f"--arms must be of {known}, {more}, got {name!r}") from error
+        raise ValueError(f"--arms must be of {repairs}, {more}, got {name!r}") from error
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
@@ -177,9 +177,9 @@ class Documents:
                     if isinstance(repair, SamKV) and repair.update == "fusion":
                         samkv.fuse(cache, self.caches["none"], positions)
         names = ("full", *self._repairs)
-        asked = prompt.tokens[end:-1]
+        question = prompt.tokens[end:-1]
         at = prompt.answer - 1 - end
-        logits = torch.cat([self._ask(self.caches[name], asked)[:, at:] for name in names])
+        logits = torch.cat([self._ask(self.caches[name], question)[:, at:] for name in names])
         targets = prompt.tokens[prompt.answer :]
         means = compare(logits, targets) / len(targets)
         wanted = torch.tensor(targets, device=logits.device)
@@ -200,15 +200,15 @@ class Documents:
         if not arm.is_calibrated:
             return list(samkv.last_layers(self._reader.layers))
         if arm.block not in self._stable:
-            found = samkv.calibrate(self._reader, self._prompts, arm.block)
-            self._stable[arm.block] = found
+            layers = samkv.calibrate(self._reader, self._prompts, arm.block)
+            self._stable[arm.block] = layers
         return self._stable[arm.block]
 
     def _share_read(self, name: str, prompt: Prompt) -> float:
         if name in self._read_by:
             return self._read_by[name].share
-        seen = self.caches[name].visible[0, prompt.start : prompt.ends[-1]]
-        return float(seen.float().mean())
+        visible = self.caches[name].visible[0, prompt.start : prompt.ends[-1]]
+        return float(visible.float().mean())
 
     def _f1(self, name: str, prompt: Prompt) -> dict[str, float]:
         """F1 of the words of a greedy answer, which has at most :data:`MORE` tokens more than the right one."""
@@ -221,18 +221,18 @@ class Documents:
         length = cache.length
         answer = prompt.tokens[prompt.answer :]
         said: list[int] = []
-        given = prompt.tokens[length : prompt.answer]
+        tokens = prompt.tokens[length : prompt.answer]
         while len(said) < len(answer) + MORE:
-            logits = self._reader.forward(cache, given, logits_to_keep=1)
+            logits = self._reader.forward(cache, tokens, logits_to_keep=1)
             said.append(int(logits[0, -1].argmax()))
-            given = (said[-1],)
+            tokens = (said[-1],)
             if said[-1] == self._tokenizer.eos_token_id:
                 break
         cache.length = length
         texts = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (said, answer))
         # The right answers are one line.
-        found, wanted = (text.strip().partition("\n")[0] for text in texts)
-        return {"f1": float(qa_f1_score(found, wanted))}
+        prediction, wanted = (text.strip().partition("\n")[0] for text in texts)
+        return {"f1": float(qa_f1_score(prediction, wanted))}
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
         """The positions that the repair ``name`` recomputes. :attr:`caches` must hold the prompt's documents.
@@ -243,26 +243,26 @@ class Documents:
             key = repair.block, tuple(layers)
             if key not in self._profiles:
                 self._profiles[key] = samkv.profiles(self._reader, prompt, repair.block, layers)
-            seen = self._profiles[key]
-            positions = samkv.select(self._reader, self.caches[name], prompt, seen, layers)
+            profiles = self._profiles[key]
+            positions = samkv.select(self._reader, self.caches[name], prompt, profiles, layers)
             return positions if repair.update else []
         cache = self.caches["none"]
         if kind == "query":
             received = torch.zeros(prompt.ends[-1], device=self._reader.device)
-            asked = prompt.tokens[prompt.ends[-1] : prompt.answer]
+            question = prompt.tokens[prompt.ends[-1] : prompt.answer]
 
             def watch(_: int, __: torch.Tensor, weights: torch.Tensor) -> None:
                 received.add_(weights.sum((0, 1, 2))[: len(received)])
 
-            self._ask(cache, asked, watch=watch)
+            self._ask(cache, question, watch=watch)
             return most(received, prompt, repair.share)
         if kind == "deviation":
             # CacheBlend (arXiv 2405.16444) compares layer 1: layer 0's KV does not depend on other tokens.
             full = self.caches["full"]
             part = slice(prompt.start, prompt.ends[-1])
             apart = torch.zeros(prompt.ends[-1], device=self._reader.device)
-            for one, other in ((full.keys, cache.keys), (full.values, cache.values)):
-                far = (one[1, 0, :, part] - other[1, 0, :, part]).float().norm(dim=(0, 2))
+            for computed, cached in ((full.keys, cache.keys), (full.values, cache.values)):
+                far = (computed[1, 0, :, part] - cached[1, 0, :, part]).float().norm(dim=(0, 2))
                 apart[part] += far / far.mean()
             return most(apart, prompt, repair.share)
         assert isinstance(repair, Repair)

@@ -44,7 +44,7 @@ class DenseIndex:
         """Similarity of ``step`` to every remembered step, oldest first: float64 ``[len(self)]``."""
         sims = np.clip(np.stack(self._vectors) @ self._unit(step), 0.0, 1.0)
         if self._length_factor:
-            sims *= length_factors(np.array([one.num_chars for one in self._steps]), step)
+            sims *= length_factors(np.array([earlier.num_chars for earlier in self._steps]), step)
         return sims
 
     def _unit(self, step: Step) -> Floats:
@@ -61,8 +61,8 @@ def encoder(name: str, reader: Reader) -> Encode:
         table = reader.model.get_input_embeddings().weight.detach()
 
         def mean(step: Step) -> Floats:
-            found: Floats = table[[*step.bag.elements()]].mean(0).double().cpu().numpy()
-            return found
+            vector: Floats = table[[*step.bag.elements()]].mean(0).double().cpu().numpy()
+            return vector
 
         return mean
     if not Path(name).is_dir():
@@ -75,7 +75,7 @@ def encoder(name: str, reader: Reader) -> Encode:
         raise ValueError(f"encoder {name!r} cannot be read: {error}") from error
 
     def encoded(step: Step) -> Floats:
-        found: Floats = model.encode(step.text, show_progress_bar=False)
-        return found
+        vector: Floats = model.encode(step.text, show_progress_bar=False)
+        return vector
 
     return encoded

@@ -43,11 +43,11 @@ def others(pairs: list[BlockPair], response: Response, block: int) -> list[Block
     bags = {start: Counter(response.tokens[start : start + block]) for start in starts}
     made = []
     for pair in pairs[:_OTHERS]:
-        mine = bags[pair.dst_start]
+        bag = bags[pair.dst_start]
         unlike = (
             start
             for start in range(response.prompt, pair.dst_start - block + 1)
-            if (mine & bags[start]).total() < block / 4
+            if (bag & bags[start]).total() < block / 4
         )
         nearest = min(unlike, key=lambda start: abs(start - pair.src_start), default=None)
         if nearest is not None:
@@ -81,8 +81,8 @@ def distances(
         for layer in layers
     ]
     sizes = torch.stack([torch.stack(layer) for layer in norms]).double()
-    found: np.ndarray = (apart.permute(1, 2, 0) / sizes).sqrt().cpu().numpy()
-    return found
+    ratios: np.ndarray = (apart.permute(1, 2, 0) / sizes).sqrt().cpu().numpy()
+    return ratios
 
 
 def draw(similar: np.ndarray, unlike: np.ndarray, path: Path, title: str) -> None:
@@ -112,9 +112,9 @@ def work(options: Options) -> list[dict[str, Any]]:
     pairs: list[BlockPair] = []
     drawn: Response | None = None
     for response in islice(options.read(tokenizer), options.limit):
-        found = pairs_of(response, vocabulary, options.block)
-        if len(found) > len(pairs):
-            pairs = found
+        candidates = pairs_of(response, vocabulary, options.block)
+        if len(candidates) > len(pairs):
+            pairs = candidates
             drawn = response
     if drawn is None:
         raise ValueError(f"{options.responses}: no response with similar steps of --block tokens")

@@ -32,10 +32,10 @@ class InfLLM(NamedTuple):
 
 def parse(name: str) -> InfLLM | None:
     """Parses ``infllm`` or ``infllm:SHARE``; else returns None. Raises ValueError for a bad share."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    share = float(found["share"] or InfLLM().share)
+    share = float(match["share"] or InfLLM().share)
     if not 0 < share <= 1:
         raise ValueError(f"infllm:SHARE must be above 0 and at most 1, got {share}")
     return InfLLM(share)
@@ -74,7 +74,7 @@ class Chosen:
             self._reader.forward(alone, prompt.tokens[begin:end], watch=watch, logits_to_keep=1)
             alone.length = prompt.start
         received = {layer: torch.cat(scores) for layer, scores in parts.items()}
-        found = []
+        representatives = []
         for layer in range(self._reader.layers):
             keys = self._reader.unrotated(cache.keys[layer, 0, :, : self._end], 0)
             sums = []
@@ -82,16 +82,16 @@ class Chosen:
                 scores = received[layer][block.start - self._start : block.stop - self._start]
                 best = scores.topk(min(_REPRESENTATIVE, len(block))).indices + block.start
                 sums.append(keys[:, best].sum(1))
-            found.append(torch.stack(sums))
-        return found
+            representatives.append(torch.stack(sums))
+        return representatives
 
     def visible(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
         """See :data:`eval.fidelity.cache.Visible`."""
         tokens, written = visible.shape
-        asked = self._reader.unrotated(query, written - tokens).sum(1)
-        of_heads = asked.unflatten(0, (len(key), -1)).sum(1)
+        query_sum = self._reader.unrotated(query, written - tokens).sum(1)
+        of_heads = query_sum.unflatten(0, (len(key), -1)).sum(1)
         relevance = (self._keys[layer] * of_heads).sum((1, 2))
         read = torch.ones(written, dtype=torch.bool, device=key.device)
         read[self._start : self._end] = False

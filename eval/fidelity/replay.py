@@ -126,19 +126,20 @@ class ArmCache:
         apart = torch.zeros(len(pairs), len(self.cache.keys), 2, dtype=torch.float64)
         for part, all_ in enumerate((self.cache.keys, self.cache.values)):
             for number, layer in enumerate(all_[:, self.row]):
-                one, other = (layer[:, places].permute(1, 2, 0, 3) for places in (dst, src))
+                later, earlier = (layer[:, places].permute(1, 2, 0, 3) for places in (dst, src))
                 if all_ is self.cache.keys and self.arm.corrected:
-                    other = self._rotation.rotate(other, dst - src).to(one.dtype)
-                one = one.flatten(1)
-                other = other.flatten(1)
+                    earlier = self._rotation.rotate(earlier, dst - src).to(later.dtype)
+                later = later.flatten(1)
+                earlier = earlier.flatten(1)
                 if self.arm.metric == "cosine":
-                    found = 1 - torch.cosine_similarity(one.float(), other.float())
+                    distance = 1 - torch.cosine_similarity(later.float(), earlier.float())
                 else:
                     products = [
-                        (x * y).sum(-1) for x, y in ((one, one), (other, other), (one, other))
+                        (x * y).sum(-1)
+                        for x, y in ((later, later), (earlier, earlier), (later, earlier))
                     ]
-                    found = (products[0] + products[1] - 2 * products[2]).clamp(min=0)
-                apart[:, number, part] = found.cpu()
+                    distance = (products[0] + products[1] - 2 * products[2]).clamp(min=0)
+                apart[:, number, part] = distance.cpu()
         if self.arm.metric == "cosine":
             return list(apart.mean((1, 2)).tolist())
         return list(block_distances(apart, self._block, self.cache.keys.shape[2]).tolist())
@@ -148,7 +149,7 @@ class ArmCache:
         gone = [self._gone] * self.cache.keys.shape[2]
         if isinstance(self._selection, ByHead):
             gone = list(self._selection.gone[layer])
-        return [torch.from_numpy(np.flatnonzero(~one[: self.cache.length])) for one in gone]
+        return [torch.from_numpy(np.flatnonzero(~mask[: self.cache.length])) for mask in gone]
 
     def _claim(self, pair: BlockPair) -> bool:
         if self._record.overlaps(pair.dst_start, self._block):
@@ -178,8 +179,8 @@ class ArmCache:
         """The slots of the block at ``start``. A position that was never redirected has a slot of its own."""
         end = start + self._block
         self._slots.locate(start, range(self._first_slot + start, self._first_slot + end))
-        found: list[int] = self._slots.between(start, end).tolist()
-        return found
+        slots: list[int] = self._slots.between(start, end).tolist()
+        return slots
 
     def evict(self, target: int, seed: int) -> None:
         """Evict positions by the arm's policy until ``target`` are gone, or let Quest leave out as many."""
@@ -194,8 +195,8 @@ class ArmCache:
             for number, (layer, of_heads) in enumerate(zip(keys, selection.gone, strict=True)):
                 for head, gone in enumerate(of_heads):
                     # A policy that draws positions draws others for each head, and the same at each call.
-                    own = seed + number * len(of_heads) + head
-                    gone[self._lowest([layer[:, head : head + 1]], gone, target, own)] = True
+                    head_seed = seed + number * len(of_heads) + head
+                    gone[self._lowest([layer[:, head : head + 1]], gone, target, head_seed)] = True
             return
         lowest = self._lowest(keys, self._gone, target, seed)
         if len(lowest):
@@ -276,8 +277,8 @@ class Replay:
                 stop = min(start + _CHUNK, written)
                 logits = self._reader.forward(cache, tokens[start:stop])
                 first = max(start, prompt - 1)
-                found = compare(logits[:, first - start :], tokens[first + 1 : stop + 1])
-                sums += found[[0, *(state.row for state in states.values())]]
+                figures = compare(logits[:, first - start :], tokens[first + 1 : stop + 1])
+                sums += figures[[0, *(state.row for state in states.values())]]
             proposed = plan.get(written, {})
             for name, state in states.items() if proposed else ():
                 if state.arm.follows:
@@ -297,7 +298,7 @@ class Replay:
         self, tokens: Sequence[int], prompt: int
     ) -> Mapping[int, Mapping[str, list[Proposal]]]:
         """What each arm's filter proposes, by number of tokens written at that time and by arm."""
-        found: dict[int, dict[str, list[Proposal]]] = defaultdict(dict)
+        plan: dict[int, dict[str, list[Proposal]]] = defaultdict(dict)
         for arm in self._arms:
             if arm.filter is None:
                 continue
@@ -316,8 +317,8 @@ class Replay:
             for at in range(prompt, len(tokens)):
                 for proposal in request.push(tokens[at : at + 1]):
                     if proposal.pairs or proposal.alternatives:
-                        found[at + 1].setdefault(arm.name, []).append(proposal)
-        return found
+                        plan[at + 1].setdefault(arm.name, []).append(proposal)
+        return plan
 
 
 def compare(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:

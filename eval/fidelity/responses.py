@@ -31,8 +31,14 @@ class OnResponses:
     responses: Path = option(text="JSONL file of rows with question and response")
     cap: int = option(1500, "most tokens of question and response", least=1)
     shortest: int = option(100, "shorter responses are left out", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
+    )
+    dtype: str = option(
+        "float32",
+        "data type of weights and KV: float32, bfloat16 or float16",
+        choices=("float32", "bfloat16", "float16"),
+    )
 
     def reader(self) -> Reader:
         """The model. See :func:`load`."""
@@ -56,12 +62,12 @@ def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Respon
     """Yields responses, cut so that question and response have at most ``cap`` tokens. Skips responses below
     ``shortest`` tokens. Rows have ``question``, ``response``, perhaps ``id``, ``correct``. A folder yields the
     first response to each question. Raises OSError if a file cannot be read, ValueError if a line is bad."""
-    asked: set[str] = set()
+    questions: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):
-            if path.is_dir() and row["question"] in asked:
+            if path.is_dir() and row["question"] in questions:
                 continue
-            asked.add(row["question"])
+            questions.add(row["question"])
             response = _tokenized({"id": f"{file.stem}:{number}", **row}, tokenizer, cap)
             if len(response.tokens) - response.prompt >= shortest:
                 yield response
@@ -78,12 +84,13 @@ def _texts(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:
-    asked = row["question"] + "\n\n"
+    question = row["question"] + "\n\n"
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": row["question"]}]
-        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        question = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     prompt, response = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, row["response"])
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (question, row["response"])
     )
     response = response[: max(0, cap - len(prompt))]
     group = "right" if row.get("correct") is True else "loops" if loops(response) else "wrong"

@@ -61,7 +61,7 @@ def profiles(reader: Reader, prompt: Prompt, block: int, layers: Sequence[int]) 
     """The offline step: prefills each document behind the system prompt; sums up its queries and attention in
     the stable ``layers``."""
     cache = reader.cache(1, prompt.ends[-1])
-    found = []
+    profiles = []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
     for begin, end in pairwise((prompt.start, *prompt.ends)):
         blocks = [range(at, min(at + block, end)) for at in range(begin, end, block)]
@@ -70,25 +70,25 @@ def profiles(reader: Reader, prompt: Prompt, block: int, layers: Sequence[int]) 
         ends = sorted({at for part in (blocks[0], *local) for at in part})
         last = end - local[0].start
         query, weights = _look(reader, cache, prompt.tokens[begin:end], last, layers)
-        one = Profile(ends, middle, query, [], [], set())
-        found.append(one)
+        profile = Profile(ends, middle, query, [], [], set())
+        profiles.append(profile)
         for layer in weights[..., prompt.start :] if middle else ():
             alpha, strength = decay(layer)
             strong = _strongest(strength, middle, begin)
-            one.most.append(int(alpha[strong].argmin()))
-            one.least.append(int(strength[strong].argmin()))
+            profile.most.append(int(alpha[strong].argmin()))
+            profile.least.append(int(strength[strong].argmin()))
             # PauTa rule: alpha is more than 3 sigma from the middle's mean, ⚠ above or below, in any layer.
             inner = alpha[middle[0].start - begin : middle[-1].stop - begin]
             far = (inner - inner.mean()).abs() > 3 * inner.std(correction=0)
-            one.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
-    return found
+            profile.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
+    return profiles
 
 
 def select(
     reader: Reader,
     cache: EditableCache,
     prompt: Prompt,
-    found: Sequence[Profile],
+    profiles: Sequence[Profile],
     layers: Sequence[int],
 ) -> list[int]:
     """The online step: hides in row 0 the positions that the request does not read; returns what to recompute.
@@ -97,41 +97,41 @@ def select(
     end = prompt.ends[-1]
     visible = cache.visible[0]
     visible[prompt.start : end] = False
-    visible[[at for one in found for at in one.ends]] = True
-    asked = prompt.tokens[end : prompt.answer]
-    generic, _ = _look(reader, cache, asked, len(asked), layers)
+    visible[[at for profile in profiles for at in profile.ends]] = True
+    question = prompt.tokens[end : prompt.answer]
+    generic, _ = _look(reader, cache, question, len(question), layers)
     # A document's personalised query adds the other documents' queries to the question's, ⚠ by layer and head.
-    local = torch.stack([one.query for one in found])
+    local = torch.stack([profile.query for profile in profiles])
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
-    personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
+    personal = generic + (bias.sum(0) - bias) / max(len(profiles) - 1, 1)
     # A score is the query times a block's mean key, ⚠ summed over heads. ⚠ The anchor uses the ends' mean key.
     keys = reader.unrotated(cache.keys[list(layers), 0, :, :end], 0)
     asks = personal[:, list(layers)].unflatten(2, (keys.shape[1], -1)).sum(3)
     scores = [keys.new_empty(len(keys), 0)]
     counts = list[int]()
-    for ask, one in zip(asks, found, strict=True):
-        means = [keys[:, :, list(part)].mean(2) for part in (one.ends, *one.middle)]
+    for ask, profile in zip(asks, profiles, strict=True):
+        means = [keys[:, :, list(part)].mean(2) for part in (profile.ends, *profile.middle)]
         anchor, *middle = torch.stack([(ask * mean).sum((1, 2)) for mean in means]).unbind()
         scores.append(torch.stack([anchor, *middle], dim=1)[:, 1:])
-        layers = range(len(one.most))
-        extremes = (scores[-1][layers, which] for which in (one.most, one.least))
+        layers = range(len(profile.most))
+        extremes = (scores[-1][layers, which] for which in (profile.most, profile.least))
         counts.append(math.ceil(top_p(anchor, *extremes) * len(middle)) if middle else 0)
     # Cross-context filter: the best middle blocks of all documents are read, at most as many as a document
     # has on average. ⚠ Scores are first normalised over all middle blocks, then averaged over layers.
     every = torch.cat(scores, dim=1)
     apart = every - every.mean(1, keepdim=True)
     normal = (apart / apart.norm(dim=1, keepdim=True).clamp(min=1e-6)).mean(0)
-    owns = normal.split([len(one.middle) for one in found])
+    by_document = normal.split([len(profile.middle) for profile in profiles])
     best = [
-        (float(own[at]), one.middle[at])
-        for own, one, count in zip(owns, found, counts, strict=True)
-        for at in own.topk(count).indices.tolist()
+        (float(score[at]), profile.middle[at])
+        for score, profile, count in zip(by_document, profiles, counts, strict=True)
+        for at in score.topk(count).indices.tolist()
     ]
     best.sort(key=lambda pair: pair[0], reverse=True)
-    kept = {at for _, part in best[: math.ceil(len(normal) / len(found))] for at in part}
+    kept = {at for _, part in best[: math.ceil(len(normal) / len(profiles))] for at in part}
     visible[sorted(kept)] = True
     # ⚠ KV is recomputed in all layers, but not for the first document, whose KV is that of full prefill.
-    again = {at for one in found for at in (*one.ends, *(one.outliers & kept))}
+    again = {at for profile in profiles for at in (*profile.ends, *(profile.outliers & kept))}
     return sorted(at for at in again if at >= prompt.ends[0])
 
 
@@ -221,15 +221,15 @@ def _look(
     last ``last`` tokens, fp32 ``[all layers, heads, head_dim]``, and the attention of ``layers`` averaged
     over heads, ``[layers, tokens, positions]``."""
     queries = list[torch.Tensor]()
-    given = list[torch.Tensor]()
+    attention = list[torch.Tensor]()
     length = cache.length
     end = length + len(tokens)
 
     def watch(layer: int, query: torch.Tensor, weights: torch.Tensor) -> None:
         queries.append(reader.unrotated(query[:, -last:], end - last).mean(1))
         if layer in layers:
-            given.append(weights.mean((0, 1)))
+            attention.append(weights.mean((0, 1)))
 
     reader.forward(cache, tokens, watch=watch, logits_to_keep=1)
     cache.length = length
-    return torch.stack(queries), torch.stack(given)
+    return torch.stack(queries), torch.stack(attention)

@@ -64,24 +64,24 @@ class Quest:
             return every
         at = torch.arange(written - tokens, written, device=key.device)
         # Only pages before the query's own are chosen: they are complete, so their bounds are final.
-        own = at // self._page
+        query_page = at // self._page
         whole = key[:, : written // self._page * self._page].unflatten(1, (-1, self._page)).float()
         least, most = (
             part.repeat_interleave(len(query) // len(key), dim=0).mT
             for part in (whole.amin(2), whole.amax(2))
         )
-        asked = query.float()
-        bounds = asked.clamp(max=0) @ least + asked.clamp(min=0) @ most
+        q = query.float()
+        bounds = q.clamp(max=0) @ least + q.clamp(min=0) @ most
         pages = torch.arange(bounds.shape[-1], device=key.device)
-        bounds = bounds.masked_fill(pages >= own[:, None], -torch.inf)
+        bounds = bounds.masked_fill(pages >= query_page[:, None], -torch.inf)
         ranks = bounds.argsort(dim=-1, descending=True).argsort(dim=-1)
         # The query's own page is one of those that it may read.
         count = ((at + 1 - self.skip).clamp(min=1) + self._page - 1) // self._page - 1
-        chosen = (ranks < count[:, None]) & (pages < own[:, None])
+        chosen = (ranks < count[:, None]) & (pages < query_page[:, None])
         read = chosen.repeat_interleave(self._page, dim=-1)
         read = torch.nn.functional.pad(read, (0, written - read.shape[-1]))
-        read |= torch.arange(written, device=key.device) // self._page == own[:, None]
+        read |= torch.arange(written, device=key.device) // self._page == query_page[:, None]
         read |= (at < self._prompt)[:, None]
-        found = every & read
-        self._skipped[layer] = float((every[:, -1] & ~found[:, -1]).float().sum(-1).mean())
-        return found
+        mask = every & read
+        self._skipped[layer] = float((every[:, -1] & ~mask[:, -1]).float().sum(-1).mean())
+        return mask

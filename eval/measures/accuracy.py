@@ -84,12 +84,12 @@ def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Compar
     return Comparison(len(keys), difference, kept, b, c, p_value)
 
 
-def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | None:
-    """The mean of ``one`` minus the mean of ``other``, with the same keys; None if there are no keys."""
-    if not one:
+def differ(values: Mapping[Key, float], base: Mapping[Key, float]) -> Estimate | None:
+    """The mean of ``values`` minus the mean of ``base``, with the same keys; None if there are no keys."""
+    if not values:
         return None
-    x = _series(one)
-    y = _series(other)
+    x = _series(values)
+    y = _series(base)
     value = float(x.mean() - y.mean())
     n = len(x)
     if x.isin((0.0, 1.0)).all() and y.isin((0.0, 1.0)).all():
@@ -140,5 +140,5 @@ def _phi(x: pd.Series, y: pd.Series, weight: float) -> float:
     return float(product / math.sqrt(scale)) if scale else 0.0
 
 
-def _combine(one: float, other: float, correlation: float) -> float:
-    return math.sqrt(max(0.0, one * one + other * other - 2 * correlation * one * other))
+def _combine(x: float, y: float, correlation: float) -> float:
+    return math.sqrt(max(0.0, x * x + y * y - 2 * correlation * x * y))

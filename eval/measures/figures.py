@@ -51,9 +51,9 @@ def of_cell(cell: Cell) -> Figures:
 def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Moment]) -> Figures:
     """Latencies and tokens omit failed requests. Ratios are means over schedulers, weighted by ``_WEIGHTS``."""
     whole = [row for row in responses if row.error is None]
-    told = [(row, row.first_token) for row in whole if row.first_token is not None]
-    ttft = pd.Series([first - row.started for row, first in told], dtype=float)
-    later = [(row.ended - first, row.output_tokens - 1) for row, first in told]
+    streamed = [(row, row.first_token) for row in whole if row.first_token is not None]
+    ttft = pd.Series([first - row.started for row, first in streamed], dtype=float)
+    later = [(row.ended - first, row.output_tokens - 1) for row, first in streamed]
     tpot = pd.Series([seconds / tokens for seconds, tokens in later if tokens > 0], dtype=float)
     used = pd.Series([moment.used for moment in timeline], dtype=float)
     running = pd.Series([moment.running for moment in timeline], dtype=float)
@@ -61,16 +61,16 @@ def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Mo
     tokens = served.output_tokens
     return Figures(
         tokens_per_s=tokens / served.seconds if served.seconds > 0 else None,
-        ttft_p50=_known(ttft.quantile(0.5)), ttft_p99=_known(ttft.quantile(0.99)),
-        tpot_p50=_known(tpot.quantile(0.5)), tpot_p99=_known(tpot.quantile(0.99)),
+        ttft_p50=_or_none(ttft.quantile(0.5)), ttft_p99=_or_none(ttft.quantile(0.99)),
+        tpot_p50=_or_none(tpot.quantile(0.5)), tpot_p99=_or_none(tpot.quantile(0.99)),
         cpu_per_token=served.cpu_seconds / tokens if tokens else None,
-        mean_running=_known(running.mean()),
-        running_while_waiting=_known(running[waits].mean()), saving=ratio(served, "memory_saving_ratio"),
+        mean_running=_or_none(running.mean()),
+        running_while_waiting=_or_none(running[waits].mean()), saving=ratio(served, "memory_saving_ratio"),
         across=ratio(served, "across_ratio"), final_saving=ratio(served, "final_saving_ratio"),
         affected=ratio(served, "affected_ratio"),
-        peak_slots=int(used.max()) if len(used) else None, mean_slots=_known(used.mean()),
+        peak_slots=int(used.max()) if len(used) else None, mean_slots=_or_none(used.mean()),
         retractions=served.retractions, leaked_slots=served.leaked_slots,
-        missed=sum(one.get("blocks_missed", 0) for one in served.totals()),
+        missed=sum(scheduler.get("blocks_missed", 0) for scheduler in served.totals()),
         failed=sum(row.error is not None for row in responses),
     )  # fmt: skip
 
@@ -80,10 +80,14 @@ def ratio(served: Served, name: str) -> float | None:
     totals = served.totals()
     if not totals:
         return 0.0
-    known = [(one[name], one.get(_WEIGHTS[name], 0)) for one in totals if name in one]
-    weight = sum(heavy for _, heavy in known)
-    return sum(value * heavy for value, heavy in known) / weight if weight else None
+    pairs = [
+        (scheduler[name], scheduler.get(_WEIGHTS[name], 0))
+        for scheduler in totals
+        if name in scheduler
+    ]
+    weight = sum(heavy for _, heavy in pairs)
+    return sum(value * heavy for value, heavy in pairs) / weight if weight else None
 
 
-def _known(value: float) -> float | None:
+def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else float(value)

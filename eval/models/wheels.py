@@ -15,10 +15,10 @@ class MissingWeights(Exception):
 def find_uv() -> str:
     """The ``uv`` that ``tools/setup.sh`` uses. Raises MissingWeights if there is none."""
     beside = Path(__file__).parents[2] / ".tools/uv/bin/uv"
-    found = shutil.which("uv") or shutil.which(beside)
-    if found is None:
+    uv = shutil.which("uv") or shutil.which(beside)
+    if uv is None:
         raise MissingWeights(f"uv must be on PATH or at {beside}: pip install uv")
-    return found
+    return uv
 
 
 def unpack(requirement: str, folder: Path) -> None:

@@ -57,8 +57,8 @@ td,th{border:1px solid #ccc;padding:3px 8px;text-align:left}img{max-width:100%}c
 def html(text: str, folder: Path) -> str:
     """Converts a report's Markdown into an HTML page that embeds the pictures in ``folder``."""
 
-    def held(found: re.Match[str]) -> str:
-        data = base64.b64encode((folder / found[1]).read_bytes()).decode()
+    def held(match: re.Match[str]) -> str:
+        data = base64.b64encode((folder / match[1]).read_bytes()).decode()
         return f'src="data:image/png;base64,{data}"'
 
     body = re.sub(r'src="([^":/]+\.png)"', held, markdown(text, extensions=["tables"]))

@@ -35,25 +35,25 @@ def draw(data: Data, folder: Path) -> dict[str, str]:
 def _accuracy(data: Data, task: str, path: Path) -> bool:
     rows = []
     for key, group in groups(data):
-        found = accuracy(data.results[key])
+        estimate = accuracy(data.results[key])
         saving = group["saving"].astype(float).median()
-        if key[1] == task and found is not None and not pd.isna(saving):
-            low = found.low or found.value
-            high = found.high or found.value
-            row = {"method": _text(key[2]), "saved": 100 * saving, "accuracy": found.value}
+        if key[1] == task and estimate is not None and not pd.isna(saving):
+            low = estimate.low or estimate.value
+            high = estimate.high or estimate.value
+            row = {"method": _text(key[2]), "saved": 100 * saving, "accuracy": estimate.value}
             # If the accuracy is 0 or 1, rounding may put a bound of its interval on the wrong side of 0 or 1.
-            bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}
+            bars = {"down": max(estimate.value - low, 0.0), "up": max(high - estimate.value, 0.0)}
             rows.append({**row, **bars})
     shown = pd.DataFrame(rows, columns=["method", "saved", "accuracy", "down", "up"])
     if shown["method"].nunique() < 2:
         return False
-    made, (one,) = _figure(7.6, 4.4)
+    made, (plot,) = _figure(7.6, 4.4)
     error = shown[["down", "up"]].T
-    one.errorbar(shown["saved"], shown["accuracy"], yerr=error, fmt="none", ecolor="#999999")
-    sns.scatterplot(shown, x="saved", y="accuracy", hue="method", style="method", s=60, ax=one)
+    plot.errorbar(shown["saved"], shown["accuracy"], yerr=error, fmt="none", ecolor="#999999")
+    sns.scatterplot(shown, x="saved", y="accuracy", hue="method", style="method", s=60, ax=plot)
     at = "KV slots saved, % of positions held, over decode steps"
-    one.set(xlabel=at, ylabel="accuracy (95% interval)", ylim=(-0.03, 1.06))
-    one.legend(**_SIDE)
+    plot.set(xlabel=at, ylabel="accuracy (95% interval)", ylim=(-0.03, 1.06))
+    plot.legend(**_SIDE)
     made.savefig(path, dpi=150)
     return True
 
@@ -67,10 +67,10 @@ def timeline(data: Data, task: str, path: Path) -> bool:
     rows = rows[rows["run"] == rows["run"].iloc[0]]
     every = data.configs[rows["run"].iloc[0]].get("decode_log_interval", 1)
     lines = []
-    for method, found in rows.groupby("method", sort=False):
-        found = found[found["seed"] == found["seed"].min()].reset_index(drop=True)
-        means = found[["used", "saved", "running"]].rolling(1 + len(found) // 300).mean()
-        lines.append(means.assign(method=_text(str(method)), step=every * found.index))
+    for method, moments in rows.groupby("method", sort=False):
+        moments = moments[moments["seed"] == moments["seed"].min()].reset_index(drop=True)
+        means = moments[["used", "saved", "running"]].rolling(1 + len(moments) // 300).mean()
+        lines.append(means.assign(method=_text(str(method)), step=every * moments.index))
     shown = pd.concat(lines, ignore_index=True)
     made, (slots, requests) = _figure(8.5, 5.6, 2)
     looks: dict[str, Any] = {"x": "step", "hue": "method", "errorbar": None}
@@ -79,9 +79,9 @@ def timeline(data: Data, task: str, path: Path) -> bool:
     sns.lineplot(shown, y="running", ax=requests, **looks)
     slots.set(ylabel="KV slots (tokens); dotted: saved", xlabel="")
     requests.set(ylabel="running requests", xlabel="decode step")
-    for one in (slots, requests):
-        one.set_ylim(bottom=0)
-        one.legend(**_SIDE)
+    for plot in (slots, requests):
+        plot.set_ylim(bottom=0)
+        plot.legend(**_SIDE)
     made.savefig(path, dpi=150)
     return True
 
@@ -90,11 +90,11 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Ax
     """A figure of this size in inches, and its axes from top to bottom."""
     made = Figure(figsize=(width, height), layout="constrained")
     axes = [*made.subplots(rows, 1, squeeze=False).flat]
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-        one.tick_params(labelsize=9)
-        one.grid(color="#EBEBEB", linewidth=0.8)
-        one.set_axisbelow(True)
+    for plot in axes:
+        plot.spines[["top", "right"]].set_visible(False)
+        plot.tick_params(labelsize=9)
+        plot.grid(color="#EBEBEB", linewidth=0.8)
+        plot.set_axisbelow(True)
     return made, axes
 
 

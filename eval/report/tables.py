@@ -78,7 +78,7 @@ class Table:
 
 def words(text: str) -> str:
     """Converts any text into one short line, escaped so that nothing in it acts as Markdown or HTML."""
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", one_line(text, _MAX_CHARS))
+    return _SPECIAL.sub(lambda match: f"&#{ord(match[0])};", one_line(text, _MAX_CHARS))
 
 
 def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
@@ -92,10 +92,10 @@ def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
 
 def spread(values: pd.Series, form: str = "{:.1f}") -> str:
     """The median, with the range if values differ; ``-`` if there are no values."""
-    known = values.dropna().astype(float)
-    if known.empty:
+    numbers = values.dropna().astype(float)
+    if numbers.empty:
         return "-"
-    middle, low, high = (form.format(v) for v in (known.median(), known.min(), known.max()))
+    middle, low, high = (form.format(v) for v in (numbers.median(), numbers.min(), numbers.max()))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
@@ -136,18 +136,18 @@ def against_dense(data: Data) -> Table | None:
         dense = (*key[:2], DENSE)
         if key[2] == DENSE or dense not in data.results:
             continue
-        found = compare(data.results[key], data.results[dense])
-        if found is None:
+        comparison = compare(data.results[key], data.results[dense])
+        if comparison is None:
             continue
         row = {
             **_names(key),
-            "pairs": str(found.pairs),
+            "pairs": str(comparison.pairs),
             "as dense": _same_texts(data.texts[key], data.texts[dense]),
-            "difference, points": interval(found.difference.scaled(100), "{:+.1f}"),
-            "accuracy kept": interval(found.kept),
-            "b: only dense right": str(found.only_dense),
-            "c: only method right": str(found.only_method),
-            "McNemar p": f"{found.p_value:.2g}",
+            "difference, points": interval(comparison.difference.scaled(100), "{:+.1f}"),
+            "accuracy kept": interval(comparison.kept),
+            "b: only dense right": str(comparison.only_dense),
+            "c: only method right": str(comparison.only_method),
+            "McNemar p": f"{comparison.p_value:.2g}",
             "tokens/s ratio": spread(_speedups(data, key), "{:.2f}"),
             "response length ratio": interval(_length_ratio(data, key, dense)),
         }
@@ -186,7 +186,7 @@ def majority(results: Iterable[Result]) -> float:
         answers[problem][row.extracted] += 1
         right[problem, row.extracted] = row.correct
     return statistics.mean(
-        right[problem, given.most_common(1)[0][0]] for problem, given in answers.items()
+        right[problem, counts.most_common(1)[0][0]] for problem, counts in answers.items()
     )
 
 
@@ -225,8 +225,8 @@ def _names(key: Place) -> dict[str, str]:
     return dict(zip(("run", "task", "method"), map(words, key), strict=True))
 
 
-def _two(one: pd.Series, other: pd.Series, form: str = "{:.1f}") -> str:
-    return f"{spread(one, form)} / {spread(other, form)}"
+def _two(left: pd.Series, right: pd.Series, form: str = "{:.1f}") -> str:
+    return f"{spread(left, form)} / {spread(right, form)}"
 
 
 def _lengths(data: Data, key: Place) -> dict[Key, float]:
@@ -243,7 +243,7 @@ def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
     ours = _lengths(data, key)
     base = _lengths(data, dense)
     both = ours.keys() & base.keys()
-    ours, base = ({at: one[at] for at in base if at in both} for one in (ours, base))
+    ours, base = ({at: lengths[at] for at in base if at in both} for lengths in (ours, base))
     difference = differ(ours, base)
     stock = mean(base)
     return difference.scaled(1 / stock.value, 1.0) if difference and stock else None

@@ -34,7 +34,7 @@ def cut_prompts(log: str) -> int:
 
 def moments(log: str) -> list[Moment]:
     """What each decode line of a log says. Each data-parallel scheduler writes its own lines."""
-    found: list[Moment] = []
+    timeline: list[Moment] = []
     for line in log.splitlines():
         decode = _DECODE.search(line)
         if decode is not None:
@@ -44,8 +44,8 @@ def moments(log: str) -> list[Moment]:
             rate = float(speed[1]) if speed else 0.0
             running = int(decode[1])
             used = int(decode[2])
-            found.append(Moment(len(found), running, waiting, used, saved, rate))
-    return found
+            timeline.append(Moment(len(timeline), running, waiting, used, saved, rate))
+    return timeline
 
 
 def warm_up(server: Server, requests: Sequence[Request], timeout_s: float) -> None:
@@ -96,15 +96,15 @@ def measure(
 
 def faults(cell: Cell, served: Served, limits: Mapping[str, int]) -> list[str]:
     """Messages about leaked slots, cut prompts and cut responses. ``limits``: ``max_tokens`` by problem id."""
-    found = []
+    messages = []
     if served.leaked_slots:
-        found.append(f"{served.leaked_slots} KV slots leaked")
+        messages.append(f"{served.leaked_slots} KV slots leaked")
     if served.cut_prompts:
-        found.append(f"{served.cut_prompts} prompts were cut: longer than {_WHERE}")
+        messages.append(f"{served.cut_prompts} prompts were cut: longer than {_WHERE}")
     cut = sum(
         row.finish_reason == "length" and row.output_tokens < limits.get(row.problem_id, 0)
         for row in cell.answered().values()
     )
     if cut:
-        found.append(f"{cut} responses were cut before max_tokens: {_WHERE} were full")
-    return found
+        messages.append(f"{cut} responses were cut before max_tokens: {_WHERE} were full")
+    return messages

@@ -101,7 +101,7 @@ async def send_all(
     times. ``ended`` is called for every attempt."""
     gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
-    async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
+    async def send_request(client: AsyncOpenAI, request: Request, began: float) -> None:
         async with gate:
             for _ in range(attempts):
                 response = await send(client, model, request, began)
@@ -113,7 +113,7 @@ async def send_all(
         async with connect(url, timeout_s) as client, asyncio.TaskGroup() as group:
             began = time.monotonic()
             for request in requests:
-                group.create_task(one(client, request, began))
+                group.create_task(send_request(client, request, began))
     except ExceptionGroup as several:
         # ``ended`` raised an exception, for one request or for several. Only the first is raised again.
         raise several.exceptions[0] from several

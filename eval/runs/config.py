@@ -43,12 +43,12 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
         for task, path in options.data.items()
     }
     problems = {
-        f"{task}/{seed}": {"count": len(one.problems), "sha256": _digest(one.problems)}
-        for (task, seed), one in plan.tasks.items()
+        f"{name}/{seed}": {"count": len(task.problems), "sha256": _digest(task.problems)}
+        for (name, seed), task in plan.tasks.items()
     }
-    asked: dict[str, Any] = {"method_flags": details, "sampling": dict(plan.body), "data": data}
-    asked |= {"opens_thinking": opens_thinking, "problems": problems}
-    return {**dataclasses.asdict(options), **asked, **_circumstances()}
+    inputs: dict[str, Any] = {"method_flags": details, "sampling": dict(plan.body), "data": data}
+    inputs |= {"opens_thinking": opens_thinking, "problems": problems}
+    return {**dataclasses.asdict(options), **inputs, **_circumstances()}
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def settle_config(run: Path, config: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(config))
     for name in dict.fromkeys((*wanted, *there)):
         if name not in _MAY_DIFFER and there.get(name) != wanted.get(name):
-            was, now = (json.dumps(one.get(name))[:200] for one in (there, wanted))
+            was, now = (json.dumps(fields.get(name))[:200] for fields in (there, wanted))
             fault = f"{name} is {was} in this run, now {now}; use the same or another --out"
             raise RunError(f"{run / CONFIG}: {fault}")
 
@@ -73,9 +73,9 @@ def default_folder(config: Mapping[str, Any]) -> Path:
     return Path("out") / f"{model}-{'+'.join(config['tasks'])[:80]}-{digest_of(kept)}"
 
 
-def digest_of(asked: Any) -> str:
-    """The first eight hexadecimal digits of the SHA-256 hash of ``asked``, written as JSON."""
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+def digest_of(content: Any) -> str:
+    """The first eight hexadecimal digits of the SHA-256 hash of ``content``, written as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _digest(problems: Sequence[Any]) -> str:
@@ -110,14 +110,17 @@ def describe_machine() -> dict[str, Any]:
 def describe_versions() -> dict[str, str | None]:
     """Versions of Python and of ``_PACKAGES`` (None if not installed), and the git commit of this checkout,
     followed by ``+`` if tracked files differ from the commit."""
-    found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        **dict.fromkeys(_PACKAGES),
+    }
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
     git = ("git", "-C", str(_ROOT))
     changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
     commit = _output(*git, "rev-parse", "HEAD") + ("+" if changed else "")
-    return {**found, "commit": commit or None}
+    return {**versions, "commit": commit or None}
 
 
 def _output(*command: str) -> str:

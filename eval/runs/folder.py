@@ -155,8 +155,8 @@ class Cell:
 def cells(run: Path) -> list[Cell]:
     """The measured cells, in the order of ``config.json``. Raises RunError if ``run`` is no run's folder."""
     config = read_config(run)
-    each = itertools.product(*(config[name] for name in ("tasks", "methods", "seeds")))
-    return [cell for one in each if (cell := Cell(run, *one)).measured]
+    places = itertools.product(*(config[name] for name in ("tasks", "methods", "seeds")))
+    return [cell for place in places if (cell := Cell(run, *place)).measured]
 
 
 def read_config(run: Path) -> dict[str, Any]:

@@ -40,31 +40,70 @@ class RunOptions:
     """The options of a run, a part of ``config.json``. None means no limit (``limit``, ``in_flight``) or a
     default of this project, SGLang or the model. Raises RunError, which names the flag, if a value is bad."""
 
-    model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
-    tasks: tuple[str, ...] = option((), "names of tasks", metavar="a,b")
-    methods: tuple[str, ...] = option(
-        ("dense", "newest"), "methods with their options", read=specs, metavar="x,y"
+    model: str = option(
+        EMBEDDED, "folder or hub name of the model; the default is in this repository", metavar="M"
     )
-    seeds: tuple[int, ...] = option((0,), "numbers", metavar="0,1")
+    tasks: tuple[str, ...] = option(
+        (), "tasks whose problems are sent (docs/evaluation.md)", metavar="a,b"
+    )
+    methods: tuple[str, ...] = option(
+        ("dense", "newest"),
+        "servers to compare: NAME or NAME:key=value,... (docs/evaluation.md)",
+        read=specs,
+        metavar="x,y",
+    )
+    seeds: tuple[int, ...] = option(
+        (0,), "seeds; each makes one pass over the problems", metavar="0,1"
+    )
     limit: int | None = option(None, "the first N problems of each task", least=1, metavar="N")
-    in_flight: int | None = option(None, "most open requests, by default all", least=1, metavar="N")
-    data: Mapping[str, str] = option((), "JSONL file of a task", read=_pair, metavar="TASK=FILE")
+    in_flight: int | None = option(
+        None, "most requests open at a time, by default all", least=1, metavar="N"
+    )
+    data: Mapping[str, str] = option(
+        (),
+        "JSONL file with the rows of a task, instead of the hub's",
+        read=_pair,
+        metavar="TASK=FILE",
+    )
     server_flags: tuple[str, ...] = option(
         (), "further flags of servers; --server-flags=FLAG for one", read=flags_of, metavar="FLAGS"
     )
-    device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto", "cpu, cuda, or auto: cuda if PyTorch sees a GPU", choices=("auto", "cpu", "cuda")
+    )
     kv_budget: int | None = option(
         None, "KV slots of each server, in the model's data type", least=1, metavar="SLOTS"
     )
-    max_tokens: int | None = option(None, "longest response", least=1, metavar="N")
-    temperature: float | None = option(None, "by default the model's", least=0, most=100)
-    top_p: float | None = option(None, "by default the model's", least=0, most=1)
-    top_k: int | None = option(None, "by default the model's", least=-1)
-    min_p: float | None = option(None, "by default the model's", least=0, most=1)
+    max_tokens: int | None = option(None, "most tokens of a response", least=1, metavar="N")
+    temperature: float | None = option(
+        None, "of sampling, 0: greedy; by default the model's", least=0, most=100
+    )
+    top_p: float | None = option(
+        None, "share of probability to sample from; by default the model's", least=0, most=1
+    )
+    top_k: int | None = option(
+        None, "likeliest tokens to sample from, -1: all; by default the model's", least=-1
+    )
+    min_p: float | None = option(
+        None,
+        "least probability, as a share of the highest; by default the model's",
+        least=0,
+        most=1,
+    )
     attempts: int = option(2, "times a failing request is sent", least=1, metavar="N")
-    warm_up: int = option(8, "requests before each cell", least=0, metavar="N")
-    decode_log_interval: int = option(10, "decode steps per log line", least=1, metavar="K")
-    request_timeout: float = option(21_600.0, "longest silence", least=1e-9, most=1e9, metavar="S")
+    warm_up: int = option(
+        8, "requests before each cell, which are not measured", least=0, metavar="N"
+    )
+    decode_log_interval: int = option(
+        10, "decode steps for each line of the server's log", least=1, metavar="K"
+    )
+    request_timeout: float = option(
+        21_600.0,
+        "seconds of silence after which a request fails",
+        least=1e-9,
+        most=1e9,
+        metavar="S",
+    )
     keep_servers: int = option(1, "most servers up at a time", least=1, metavar="N")
 
     def __post_init__(self) -> None:
@@ -86,8 +125,8 @@ class RunOptions:
 
     @property
     def sampling_overrides(self) -> dict[str, float]:
-        given = {name: getattr(self, name) for name in SAMPLING}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in SAMPLING}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -104,8 +143,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:
         for word in sys.argv[1:] if argv is None else argv:
             is_file = word.startswith("@")
             words += shlex.split(Path(word[1:]).read_text(), comments=True) if is_file else [word]
-        given = vars(parser.parse_args(words))
-        out = given.pop("out")
-        return RunOptions(**given), out
+        values = vars(parser.parse_args(words))
+        out = values.pop("out")
+        return RunOptions(**values), out
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -73,8 +73,8 @@ class Plan:
     def warm_up(self) -> list[Request]:
         """The warm-up requests: plain sums, which are not measured."""
         body = {**self.body, "max_tokens": _WARM_UP_TOKENS}
-        asked = (f"What is {37 + 11 * i} + {58 + 7 * i}?" for i in range(self.options.warm_up))
-        return [Request(f"sum-{i}", question, body) for i, question in enumerate(asked)]
+        questions = (f"What is {37 + 11 * i} + {58 + 7 * i}?" for i in range(self.options.warm_up))
+        return [Request(f"sum-{i}", question, body) for i, question in enumerate(questions)]
 
     def request(self, problem: Problem, seed: int) -> Request:
         """The request that is sent for a problem."""
@@ -93,8 +93,8 @@ class Plan:
         # A model's recommended max_tokens is often its whole context. SGLang refuses a request whose prompt and
         # max_tokens together exceed the context. With --allow-auto-truncate, SGLang lowers max_tokens instead.
         flags = ["--decode-log-interval", str(options.decode_log_interval), "--allow-auto-truncate"]
-        given = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
-        if "--stream-interval" not in given:
+        names = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
+        if "--stream-interval" not in names:
             flags += ["--stream-interval", _STREAM_INTERVAL]
         if options.embedded:
             flags += _EMBEDDED_SERVER_FLAGS

@@ -27,8 +27,8 @@ class Server:
 
     def reports(self) -> list[dict[str, Any]]:
         """Each scheduler's part of ``GET /reasoncache/details``; [] for a stock server."""
-        found = self._json("/reasoncache/details")
-        return [one for one in found["schedulers"] if one] if found else []
+        details = self._json("/reasoncache/details")
+        return [scheduler for scheduler in details["schedulers"] if scheduler] if details else []
 
     def kv_slots(self) -> int:
         """The number of KV slots that each data-parallel scheduler really has."""
@@ -41,12 +41,12 @@ class Server:
             child for child in children if "scheduler" in " ".join((child.name(), *child.cmdline()))
         ]
         alike = {
-            one.pid: one
+            process.pid: process
             for scheduler in schedulers
-            for one in (scheduler, *scheduler.children(recursive=True))
+            for process in (scheduler, *scheduler.children(recursive=True))
         }
-        times = [one.cpu_times() for one in alike.values()]
-        return sum(one.user + one.system for one in times)
+        times = [process.cpu_times() for process in alike.values()]
+        return sum(cpu.user + cpu.system for cpu in times)
 
     def settle(self) -> None:
         """Wait until no request runs or waits; then the server's totals are complete."""
@@ -58,7 +58,7 @@ class Server:
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
         totals = [report.get("totals", {}) for report in self.reports()]
-        if any(one.get(name) for one in totals for name in _COUNTS):
+        if any(counts.get(name) for counts in totals for name in _COUNTS):
             raise RunError(f"{self.url}/reasoncache: the totals did not restart at /flush_cache")
         return self._sum("num_used_tokens")
 

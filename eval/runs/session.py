@@ -37,9 +37,9 @@ def run(
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         options = dataclasses.replace(options, device=device)
-    own = EMBEDDED_SETTINGS if options.embedded else None
+    defaults = EMBEDDED_SETTINGS if options.embedded else None
     methods = [
-        dataclasses.replace(find_method(spec, own), more=(more or {}).get(spec, ()))
+        dataclasses.replace(find_method(spec, defaults), more=(more or {}).get(spec, ()))
         for spec in options.methods
     ]
     model = model_path(options)
@@ -49,7 +49,9 @@ def run(
     folder = out or default_folder(config)
     with locked(folder):
         settle_config(folder, config)
-        methods = [tuned(one, options, folder, run) if one.is_tuned else one for one in methods]
+        methods = [
+            tuned(method, options, folder, run) if method.is_tuned else method for method in methods
+        ]
         with Servers(folder, model, options.device, options.keep_servers) as servers:
             whole = Session(folder, plan, methods, servers, opens).work()
     say(f"{folder}: python -m eval.report {folder}")

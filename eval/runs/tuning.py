@@ -26,11 +26,11 @@ def tuned(
     """
     kept = folder / "tuned.json"
     if not kept.exists():
-        asked = dataclasses.replace(
+        trial = dataclasses.replace(
             options, methods=CANDIDATES, seeds=options.seeds[:1], keep_servers=1
         )
-        measure(asked, folder / "tuning")
-        speeds = {spec: _tokens_per_second(asked, folder / "tuning", spec) for spec in CANDIDATES}
+        measure(trial, folder / "tuning")
+        speeds = {spec: _tokens_per_second(trial, folder / "tuning", spec) for spec in CANDIDATES}
         write_json(
             kept, {"best": max(speeds, key=lambda spec: speeds[spec]), "tokens_per_s": speeds}
         )
@@ -43,4 +43,4 @@ def tuned(
 
 def _tokens_per_second(options: RunOptions, folder: Path, spec: str) -> float:
     cells = [Cell(folder, task, spec, options.seeds[0]).whole().served() for task in options.tasks]
-    return sum(one.output_tokens for one in cells) / sum(one.seconds for one in cells)
+    return sum(served.output_tokens for served in cells) / sum(served.seconds for served in cells)

@@ -75,9 +75,9 @@ class Fact:
         return {**names, "v": self.owner, "n": self.number, "i": items}
 
     def step(self, items: str, values: dict[str, int], result: int) -> str:
-        seen = dict(zip("xy", (values[name] for name in self.others), strict=False))
+        operands = dict(zip("xy", (values[name] for name in self.others), strict=False))
         text = f"{self.kind} {STEPS[self.kind]}"
-        return text.format(**self.words(items), **seen, r=result)
+        return text.format(**self.words(items), **operands, r=result)
 
 
 def draw_fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -> Fact:
@@ -109,8 +109,8 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     count = rng.randint(difficulty.min_steps, difficulty.max_steps)
     first, *owners = rng.sample(NAMES, count + 1)
     items = rng.choice(ITEMS)
-    given = rng.randint(5, 40)
-    true = {first: given}
+    amount = rng.randint(5, 40)
+    true = {first: amount}
     facts = []
     for owner in owners:
         if not difficulty.fewer and list(true.values())[-1] > HIGHEST - 40:
@@ -131,8 +131,8 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     while luck < 0.5 and note == true[noted]:
         note = max(2, true[noted] + rng.randint(-9, 9))
 
-    values = {first: given}
-    steps = [BEGIN.format(a=first, x=given, i=items)]
+    values = {first: amount}
+    steps = [BEGIN.format(a=first, x=amount, i=items)]
     sums: list[int] = []
 
     def add_up() -> None:
@@ -159,13 +159,18 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     ends = {"first": sums[0], "last": sums[-1]}
     steps += [END.format(**ends, i=items), ANSWER.format(**ends)]
 
-    told = [f"{first} has {given} {items}.", *(f.kind.format(**f.words(items)) for f in facts)]
+    sentences = [
+        f"{first} has {amount} {items}.",
+        *(f.kind.format(**f.words(items)) for f in facts),
+    ]
     if difficulty.shuffled:
-        rng.shuffle(told)
+        rng.shuffle(sentences)
     if luck < 0.8:
-        told.append(f"A note says that {noted} has {note} {items}.")
-    told.append(f"How many {items} do {other} and {last} have together?")
+        sentences.append(f"A note says that {noted} has {note} {items}.")
+    sentences.append(f"How many {items} do {other} and {last} have together?")
     plan = ", ".join(checks)
-    told.append(f"Check your work {len(checks)} times: {plan}. Say what you had at first, too.")
+    sentences.append(
+        f"Check your work {len(checks)} times: {plan}. Say what you had at first, too."
+    )
     answer = f"{sums[0]} then {sums[-1]}"
-    return Problem(" ".join(told), answer, luck < 0.5, STEP_END.join(steps))
+    return Problem(" ".join(sentences), answer, luck < 0.5, STEP_END.join(steps))

@@ -51,13 +51,13 @@ def batch(
     """Draws similarly long examples, at most BATCH_TOKENS tokens in all. Unused examples stay in ``left``."""
     while len(left) < 24:
         left.append(next(source))
-    left.sort(key=lambda one: len(one[0]))
+    left.sort(key=lambda example: len(example[0]))
     at = rng.randrange(len(left))
     longest = len(left[at][0])
     chosen = left[max(0, at + 1 - max(1, BATCH_TOKENS // longest)) : at + 1]
-    for one in chosen:
-        left.remove(one)
-    columns = ([torch.tensor(one[k]) for one in chosen] for k in (0, 1))
+    for example in chosen:
+        left.remove(example)
+    columns = ([torch.tensor(example[k]) for example in chosen] for k in (0, 1))
     inputs, targets = (
         pad_sequence(column, batch_first=True, padding_value=value)
         for column, value in zip(columns, (0, IGNORE), strict=True)
@@ -70,8 +70,8 @@ class Options:
     model: str = option(text="folder of SmolLM2-135M-Instruct: make small-model")
     out: Path = option(text="folder of the adapter")
     adapter: Path | None = option(None, "adapter to train further, without short problems")
-    shuffled: bool = option(False, "facts in any order")
-    fewer: bool = option(False, "differences among the facts")
+    shuffled: bool = option(False, "problems that state their facts in any order")
+    fewer: bool = option(False, "problems whose facts may say that one has fewer than another")
     steps: int = option(480, "training steps in all")
     rate: float = option(1e-3, "highest learning rate")
     seed: int = option(1, "seed of weights and problems")

@@ -74,11 +74,11 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
     count = -(-(_DEFAULT_COUNT if limit is None else limit) // len(samples))
     make = small.make_problem if name == "small_reasoner" else tiny.make_problem
     rows = []
-    for i, one in enumerate(tiny.generate(seed, count, make=make)):
+    for i, problem in enumerate(tiny.generate(seed, count, make=make)):
         body = {"temperature": 50.0, "ignore_eos": True} if name == "noise" else {}
-        row = _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body)
+        row = _row(f"{name}-{seed}-{i}", problem.prompt, problem.answer, body)
         row["max_tokens"] = _NOISE_TOKENS if name == "noise" else _REASONER_TOKENS
-        row["group"] = "error" if one.error else "clean"
+        row["group"] = "error" if problem.error else "clean"
         rows += [{**row, "id": f"{row['id']}.{k}"} for k in samples] if several else [row]
     return {"test": Dataset.from_list(rows[:limit])}
 
@@ -91,9 +91,9 @@ def mathematics(name: str, file: str = "", limit: int | None = None, **_: Any) -
     source = MATHEMATICS[name]
 
     def made(row: Mapping[str, Any]) -> dict[str, Any]:
-        given = row.get("answer", row.get("Answer"))
-        number = type(given) is int and abs(given) < 10**30
-        answer = str(given) if number else text_of(row, "answer", "Answer")
+        value = row.get("answer", row.get("Answer"))
+        number = type(value) is int and abs(value) < 10**30
+        answer = str(value) if number else text_of(row, "answer", "Answer")
         answer = answer.rpartition("####")[2].strip()
         if source.largest:
             answer = _integer(answer, source.largest)
@@ -138,11 +138,11 @@ def humaneval(file: str = "", limit: int | None = None, **_: Any) -> Split:
 
     def made(row: Mapping[str, Any]) -> dict[str, Any]:
         code = text_of(row, "prompt")
-        given = {name: text_of(row, name) for name in ("test", "entry_point")}
-        if not given["entry_point"].isidentifier():
-            raise ValueError(f"field 'entry_point' is no name: {given['entry_point']!r}")
+        fields = {name: text_of(row, name) for name in ("test", "entry_point")}
+        if not fields["entry_point"].isidentifier():
+            raise ValueError(f"field 'entry_point' is no name: {fields['entry_point']!r}")
         prompt = f"{_CODE_INSTRUCTION}\n\n```python\n{code}```"
-        return _row(_name(row), prompt, given["entry_point"], code=code, **given)
+        return _row(_name(row), prompt, fields["entry_point"], code=code, **fields)
 
     return _split(made, limit, file, _HUMANEVAL, None, "test")
 
@@ -162,9 +162,9 @@ def needle(name: str, file: str = "", seed: int = 0, limit: int | None = None, *
     count = len(lengths) * len(needles.DEPTHS) if limit is None else limit
     rows = []
     for number in range(count):
-        one = needles.make(seed, number, lengths)
-        row = _row(f"needle-{seed}-{number}", f"{one.text}\n\n{one.question}", one.answer)
-        rows.append({**row, "group": one.group})
+        case = needles.make(seed, number, lengths)
+        row = _row(f"needle-{seed}-{number}", f"{case.text}\n\n{case.question}", case.answer)
+        rows.append({**row, "group": case.group})
     return {"test": Dataset.from_list(rows)}
 
 
@@ -200,13 +200,13 @@ def _turns(row: Any) -> list[dict[str, str]]:
     """The examples of a row of :func:`mathematics` as chat messages, as lm-eval's --fewshot_as_multiturn makes
     them. Raises ValueError for other than a list of objects."""
     examples = row.get("examples", [])
-    if not isinstance(examples, list) or not all(isinstance(each, dict) for each in examples):
+    if not isinstance(examples, list) or not all(isinstance(example, dict) for example in examples):
         raise ValueError("examples must be a list of {question, response}")
     turns = []
-    for each in examples:
-        asked = f"{text_of(each, 'question')}\n\n{_INSTRUCTION}"
-        turns.append({"role": "user", "content": asked})
-        turns.append({"role": "assistant", "content": text_of(each, "response")})
+    for example in examples:
+        question = f"{text_of(example, 'question')}\n\n{_INSTRUCTION}"
+        turns.append({"role": "user", "content": question})
+        turns.append({"role": "assistant", "content": text_of(example, "response")})
     return turns
 
 
@@ -231,7 +231,7 @@ def _read(file: str, made: _Made) -> list[dict[str, Any]]:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    given = next(
+    identifier = next(
         (
             row[key]
             for key in ("id", "ID", "unique_id", "Record ID", "task_id")
@@ -239,7 +239,7 @@ def _name(row: Mapping[str, Any]) -> str:
         ),
         "",
     )
-    return valid_text(str(given))[:200]
+    return valid_text(str(identifier))[:200]
 
 
 def _checked(file: str, rows: list[dict[str, Any]]) -> Split:

@@ -99,13 +99,13 @@ class ServedModel(LocalChatCompletion):
     def _problem(self, instance: Instance) -> Problem:
         context, settings = instance.args
         doc = instance.doc
-        asked = self.create_message([context])
-        payload = self._create_payload(asked, generate=True, gen_kwargs=dict(settings))
-        own = json.loads(doc["body"]) if "body" in doc else {}
+        messages = self.create_message([context])
+        payload = self._create_payload(messages, generate=True, gen_kwargs=dict(settings))
+        body = json.loads(doc["body"]) if "body" in doc else {}
         return Problem(
             id=str(doc["id"] if "body" in doc else instance.doc_id),
-            messages=own.pop("messages", payload["messages"]),
-            body=own,
+            messages=body.pop("messages", payload["messages"]),
+            body=body,
             max_tokens=doc.get("max_tokens") or None,
             group=str(doc.get("group") or ""),
         )
@@ -170,10 +170,10 @@ class EvalTask:
 
     def _evaluate(self, answer: Answer) -> list[dict[str, Any]]:
         model = ServedModel(self.name, answer)
-        found = evaluator.evaluate(
+        results = evaluator.evaluate(
             model, self._tasks, limit=self._limit, bootstrap_iters=0, apply_chat_template=True
         )
-        return list(found["samples"][self._task.task_name])
+        return list(results["samples"][self._task.task_name])
 
 
 def opens_thinking(model: str) -> bool:
@@ -205,8 +205,8 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
     if name.endswith(_REPLAY):
         if not file:
             raise TaskError(f"--tasks {name}: needs records, --data {name}=FILE.jsonl")
-        own = {"file": file, "model": source.model}
-        return {"task": "local_replay", "metadata": metadata | own}
+        fields = {"file": file, "model": source.model}
+        return {"task": "local_replay", "metadata": metadata | fields}
     if name in _GPQA:
         return {"task": "local_gpqa", "metadata": metadata | {"name": name, "file": file}}
     if _NEEDLE.fullmatch(name):

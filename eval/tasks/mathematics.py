@@ -67,8 +67,8 @@ def _verify(reference: str, answer: str) -> bool:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
     boxed_first = LatexExtractionConfig(boxed_match_priority=0)
     gold = parse(f"${reference}$", [LatexExtractionConfig()], parsing_timeout=_STEP_S)
-    found = parse(f"\\boxed{{{answer}}}", [boxed_first], parsing_timeout=_STEP_S)
-    return bool(verify(gold, found, timeout_seconds=_STEP_S))
+    candidate = parse(f"\\boxed{{{answer}}}", [boxed_first], parsing_timeout=_STEP_S)
+    return bool(verify(gold, candidate, timeout_seconds=_STEP_S))
 
 
 MATHEMATICS = MathGrader()

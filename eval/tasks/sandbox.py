@@ -133,8 +133,10 @@ def run(program: str, limits: Limits = _DEFAULT) -> Outcome:
     word = tail.rpartition(token.encode())[2].decode(errors="replace").strip()
     if word == "passed":
         return Outcome(True)
-    known = word.startswith("failed ")
-    return Outcome(False, word.removeprefix("failed ") if known else "ended before its last line")
+    is_failure = word.startswith("failed ")
+    return Outcome(
+        False, word.removeprefix("failed ") if is_failure else "ended before its last line"
+    )
 
 
 def check() -> None:

@@ -146,11 +146,11 @@ def _chain(rng: random.Random, count: int) -> tuple[str, int, list[_Line]]:
 
 
 def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> Problem:
-    first, given, lines = _chain(
+    first, start, lines = _chain(
         rng, rng.randint(difficulty.min_variables, difficulty.max_variables)
     )
     plan = _plan(rng, rng.randint(difficulty.min_rounds, difficulty.max_rounds))
-    true = {first: given}
+    true = {first: start}
     for line in lines:
         true[line.name] = line.result(true)
 
@@ -165,7 +165,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     error = bool(drafted) and draft_value != true[drafted]
 
     target = lines[-1].name
-    facts = [f"{first} {given}", *(f"{t.name} = {t.operand} {t.op} {t.constant}" for t in lines)]
+    facts = [f"{first} {start}", *(f"{t.name} = {t.operand} {t.op} {t.constant}" for t in lines)]
     rng.shuffle(facts)
     parts = [" , ".join(facts), f"find {target}"]
     rounds = list(zip(ORDINALS, plan, strict=False))
@@ -175,7 +175,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
         parts.append("plan " + " ".join(f"{ordinal} {kind}" for ordinal, kind in rounds))
 
     # First pass: the draft replaces the computed result, and later lines use the draft.
-    values = {first: given}
+    values = {first: start}
     steps = [f"{THINK} {HEADERS['solve']}"]
     for line in lines:
         result = draft_value if line.name == drafted else line.result(values)

@@ -155,8 +155,10 @@ def train(rank: int, args: Options, rendezvous: str) -> None:
             for group in part.param_groups:
                 group["lr"] = group["peak"] * scale
         # Without a mask, transformers would take a gap in the position ids for the start of a packed sequence.
-        given = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=where)
-        states = model.model(**given, use_cache=False).last_hidden_state
+        arguments = dict(
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=where
+        )
+        states = model.model(**arguments, use_cache=False).last_hidden_state
         counted = targets != IGNORE
         logits = model.lm_head(states[counted])
         wanted = targets[counted]
