@@ -27,8 +27,8 @@ class Merges:
     def _label(self, key: Key) -> Hashable:
         """A label that is the same for all positions of a set, and differs from the labels of other sets."""
         number, position = key
-        found = self._sets.get(number, {}).get(position)
-        return key if found is None else id(found)
+        members = self._sets.get(number, {}).get(position)
+        return key if members is None else id(members)
 
     def size(self, key: Key) -> int:
         """How many positions, ``key`` included, will map to the slot of ``key``."""
@@ -42,9 +42,9 @@ class Merges:
         """Whether, for some ``i``, ``dst[i]`` and ``src[i]`` are in one set already, or would be after joining
         earlier pairs. Changes nothing."""
         joined: dict[Hashable, Hashable] = {}
-        for one, other in zip(dst, src, strict=True):
-            low = self._label(one)
-            high = self._label(other)
+        for reader, source in zip(dst, src, strict=True):
+            low = self._label(reader)
+            high = self._label(source)
             while low in joined:
                 low = joined[low]
             while high in joined:
@@ -57,10 +57,10 @@ class Merges:
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> None:
         """For every ``i``, join the set of ``dst[i]`` with the set of ``src[i]``, for which
         :meth:`would_repeat` is false."""
-        for one, other in zip(dst, src, strict=True):
-            few, many = sorted((self._set(one), self._set(other)), key=len)
+        for reader, source in zip(dst, src, strict=True):
+            few, many = sorted((self._set(reader), self._set(source)), key=len)
             many |= few
-            for number, position in (*few, one, other):
+            for number, position in (*few, reader, source):
                 self._sets.setdefault(number, {})[position] = many
 
     def remove(self, number: int) -> None:
