@@ -137,8 +137,8 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     try:
         return Documents(spans[0][0], tuple(ends), repair_of(repair))
     except ValueError as error:
-        told = f"custom_params: {REPAIR_KEY} must be {error}, got {_brief(repair)}"
-        raise ValueError(told) from error
+        message = f"custom_params: {REPAIR_KEY} must be {error}, got {_brief(repair)}"
+        raise ValueError(message) from error
 
 
 def most_behind(tokens: int) -> int:
@@ -173,7 +173,7 @@ def asked_of(custom_params: object) -> Asked:
     and ``record``. Raises ValueError for any other value, and unless ``custom_params`` is a dict or None."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
-    return _asked(f"custom_params: {OPT_OUT_KEY}", (custom_params or {}).get(OPT_OUT_KEY))
+    return _options(f"custom_params: {OPT_OUT_KEY}", (custom_params or {}).get(OPT_OUT_KEY))
 
 
 def header_value(lines: Sequence[str]) -> object:
@@ -190,11 +190,11 @@ def header_value(lines: Sequence[str]) -> object:
         value: object = json.loads(line)
     except ValueError:
         value = line
-    _asked(HEADER, value)
+    _options(HEADER, value)
     return value
 
 
-def _asked(name: str, value: object) -> Asked:
+def _options(name: str, value: object) -> Asked:
     if not isinstance(value, dict):
         return Asked(share=value is None or _is_true(name, value))
     known = Asked.__dataclass_fields__
@@ -204,12 +204,12 @@ def _asked(name: str, value: object) -> Asked:
 
 
 def _is_true(name: str, value: object) -> bool:
-    found = _SPELLINGS.get(value.lower()) if isinstance(value, str) else None
+    parsed = _SPELLINGS.get(value.lower()) if isinstance(value, str) else None
     if isinstance(value, int) and value in (0, 1):
-        found = bool(value)
-    if found is None:
+        parsed = bool(value)
+    if parsed is None:
         raise ValueError(f"{name} must be true or false, got {_brief(value)}")
-    return found
+    return parsed
 
 
 def asked_by(req: Request) -> Asked:
@@ -220,11 +220,11 @@ def asked_by(req: Request) -> Asked:
     if known is not None:
         return known
     try:
-        found = asked_of(getattr(req.sampling_params, "custom_params", None))
+        options = asked_of(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError from the repr of a deeply nested value
-        found = Asked(share=False)
-    setattr(req, ASKED, found)
-    return found
+        options = Asked(share=False)
+    setattr(req, ASKED, options)
+    return options
 
 
 def takes_part(req: Request) -> bool:

@@ -36,9 +36,9 @@ def evictor_class(name: str) -> type[Evictor]:
         kind: type[Evictor] = pkgutil.resolve_name(BUILT_IN[name])
         return kind
     try:
-        found = getattr(importlib.import_module(module), of)
+        member = getattr(importlib.import_module(module), of)
     except Exception as error:  # the module may raise anything
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Evictor) and found is not Evictor):
+    if not (isinstance(member, type) and issubclass(member, Evictor) and member is not Evictor):
         raise ValueError("not a class that extends Evictor")
-    return found
+    return member

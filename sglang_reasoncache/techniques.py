@@ -217,7 +217,7 @@ def table() -> Iterator[str]:
     """The lines of the Markdown table in docs/papers.md."""
     yield "| technique | kind | here | how, or why not |"
     yield "| --- | --- | --- | --- |"
-    for one in TECHNIQUES:
-        code = f"`{one.code}`" if one.code else ""
-        how = "; ".join(filter(None, (code, one.text)))
-        yield f"| {one.name} | {one.kind} | {one.here.value} | {how} |"
+    for technique in TECHNIQUES:
+        code = f"`{technique.code}`" if technique.code else ""
+        how = "; ".join(filter(None, (code, technique.text)))
+        yield f"| {technique.name} | {technique.kind} | {technique.here.value} | {how} |"

@@ -12,7 +12,7 @@ FOLDERS = ("sglang_reasoncache", "eval", "tests", "tools", "examples")
 
 #: Names that do not say what they hold, and the folders that have none of them.
 SILENT = {"found", "told", "own", "one", "asked"}
-NAMED = ("eval", "tools", "examples")
+NAMED = ("sglang_reasoncache", "eval", "tools", "examples")
 
 
 def crowded(source: str) -> Iterator[int]:

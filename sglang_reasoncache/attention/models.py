@@ -98,8 +98,8 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
             reads,
         ),
     }
-    for flag, (found, reason) in given.items():
-        if found and compat.latent_rank(pool):
+    for flag, (is_set, reason) in given.items():
+        if is_set and compat.latent_rank(pool):
             raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reason}")
 
 
@@ -130,11 +130,11 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
                 "and no window"
             )
         for name, attribute, supported in LAYER_ATTRIBUTES:
-            found = getattr(layer, attribute)
-            found = getattr(found, "value", found)  # the value of an enum
-            if found not in supported:
+            value = getattr(layer, attribute)
+            value = getattr(value, "value", value)  # the value of an enum
+            if value not in supported:
                 raise ValueError(
-                    f"{requested_by}: layer {layer.layer_id} has {name} {found}, "
+                    f"{requested_by}: layer {layer.layer_id} has {name} {value}, "
                     f"supported: {supported[0]}"
                 )
 

@@ -204,17 +204,17 @@ class PagedAttention:
         in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
-        own_pool = self._has_window_pool(reach)
+        has_window_pool = self._has_window_pool(reach)
         plan = plan_into(
             buffers,
             self._rows.req_to_token,
             requests,
             lengths,
-            None if own_pool else self._cached_at,
+            None if has_window_pool else self._cached_at,
             num_slots=self._num_slots,
             reach=self._reaches.get(reach, 0),
         )
-        return self._in_window_pool(plan) if own_pool else self.readable(plan)
+        return self._in_window_pool(plan) if has_window_pool else self.readable(plan)
 
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Queue the planning as a part of a decode graph. Call :meth:`begin_graph` before."""
@@ -248,9 +248,9 @@ class PagedAttention:
             if lengths is None
             else upload(lengths.numpy(), self.device)
         )
-        own_pool = self._has_window_pool(reach)
+        has_window_pool = self._has_window_pool(reach)
         seen = self._reaches.get(reach, 0)
-        merge = merge and not own_pool
+        merge = merge and not has_window_pool
         if self.backend == "triton":
             if lengths is None and batch.seq_lens_cpu is not None:
                 lengths = batch.seq_lens_cpu + drafted
@@ -263,14 +263,14 @@ class PagedAttention:
             self._rows.req_to_token,
             batch.req_pool_indices,
             ends,
-            None if own_pool or not self.slots.has_shifted_slots else self._cached_at,
+            None if has_window_pool or not self.slots.has_shifted_slots else self._cached_at,
             num_slots=self._num_slots,
             reach=seen,
             merge=merge and not drafted,
         )
         if drafted:
             return verification.one_by_one(plan, verification.sees_of(batch, drafted))
-        return self._in_window_pool(plan) if own_pool else plan
+        return self._in_window_pool(plan) if has_window_pool else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
         """``plan`` with each slot replaced by its peer, or by SGLang's padding slot if the peer was freed."""
@@ -311,18 +311,20 @@ class PagedAttention:
         """Set the positions of recomputed tokens, record the positions of new keys, choose queries to keep."""
         self._repairs = self._repairs_of(batch)
         for placed in self._repairs:
-            own = upload(placed.positions, self.device, batch.positions.dtype)
-            batch.positions[placed.token : placed.token + len(own)] = own
+            places = upload(placed.positions, self.device, batch.positions.dtype)
+            batch.positions[placed.token : placed.token + len(places)] = places
             if batch.mrope_positions is not None:
                 # For text, each of the three components is the token's position.
-                batch.mrope_positions[:, placed.token : placed.token + len(own)] = own
+                batch.mrope_positions[:, placed.token : placed.token + len(places)] = places
         if self.cached is not None:
             slots = batch.out_cache_loc
             drafted = verification.drafted(batch)
-            own = verification.row_positions(batch, drafted) if drafted else batch.positions
+            key_positions = (
+                verification.row_positions(batch, drafted) if drafted else batch.positions
+            )
             # SGLang may pad either: with requests that hold no slots, or with slots of no request.
-            count = min(len(own), len(slots))
-            self.cached.record(slots[:count], own[:count])
+            count = min(len(key_positions), len(slots))
+            self.cached.record(slots[:count], key_positions[:count])
         rows = batch.req_pool_indices
         positions = batch.positions
         if self.queries is None:
@@ -421,8 +423,10 @@ class PagedAttention:
             entries = [before + count - gone for before, count, gone in lengths]
             for placed in self._repairs:
                 entries[placed.number] = max(entries[placed.number], placed.least)
-        own = {placed.number: placed.positions for placed in self._repairs}
-        return ExtendPlan(rows, new, self.dtype, singly=self._singly, entries=entries, placed=own)
+        positions = {placed.number: placed.positions for placed in self._repairs}
+        return ExtendPlan(
+            rows, new, self.dtype, singly=self._singly, entries=entries, placed=positions
+        )
 
     # -- a layer --------------------------------------------------------------------
 

@@ -128,8 +128,8 @@ def key_rotation(
         ValueError: the model has no rotary embedding, or several; angles are not linear in the position; keys
             are not rotated, or are changed after the rotation; the table is shorter than the context.
     """
-    found = _rotary_modules(model)
-    kinds = {type(m).__name__ for m in found}
+    modules = _rotary_modules(model)
+    kinds = {type(m).__name__ for m in modules}
     if len(kinds) != 1 or not kinds <= set(ROTARY_KINDS):
         raise ValueError(
             f"{_CORRECTED} needs one plain rotary embedding per model, "
@@ -137,8 +137,8 @@ def key_rotation(
         )
     for name, owner in _owners(model):
         _check_rotated_keys(name, owner, latent_dims)
-    table = found[0]._compute_cos_sin_cache().float()
-    others = (module._compute_cos_sin_cache().float() for module in found[1:])
+    table = modules[0]._compute_cos_sin_cache().float()
+    others = (module._compute_cos_sin_cache().float() for module in modules[1:])
     if any(not torch.equal(other, table) for other in others):
         raise ValueError(f"{_CORRECTED} needs the same rotary embedding in every layer")
     if len(table) < max_positions:
@@ -146,17 +146,17 @@ def key_rotation(
             f"{_CORRECTED}: the rotary table holds {len(table)} positions, "
             f"--context-length is {max_positions}"
         )
-    return KeyRotation(table, found[0].rotary_dim, found[0].is_neox_style)
+    return KeyRotation(table, modules[0].rotary_dim, modules[0].is_neox_style)
 
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
     """The rotary modules of a model, including SGLang's that do not derive from RotaryEmbedding (LongRoPE,
     dual chunk). Vision layers are skipped, because they cache no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
-    found = [child for _, owner in _owners(model) for child in owner.children()]
+    children = [child for _, owner in _owners(model) for child in owner.children()]
     return [
         module
-        for module in dict.fromkeys(found or model.modules())
+        for module in dict.fromkeys(children or model.modules())
         if isinstance(module, compat.RotaryEmbedding) or type(module).__module__.startswith(package)
     ]
 

@@ -29,8 +29,8 @@ def row_ends(batch: ForwardBatch) -> Tensor:
 def row_positions(batch: ForwardBatch, count: int) -> Tensor:
     """The position in its row of each drafted token's slot, int64 ``[batch * count]``. In a tree a token's own
     position is smaller. SGLang moves the KV of an accepted token to the slot whose position is the token's."""
-    own = torch.arange(count, device=batch.seq_lens.device)
-    return (batch.seq_lens.long()[:, None] + own).flatten()
+    offsets = torch.arange(count, device=batch.seq_lens.device)
+    return (batch.seq_lens.long()[:, None] + offsets).flatten()
 
 
 def sees_of(batch: ForwardBatch, count: int) -> Tensor:
@@ -39,15 +39,15 @@ def sees_of(batch: ForwardBatch, count: int) -> Tensor:
     For trees SGLang's mask is read: bool, for each request ``[count, length + count]`` (all requests one after
     the other). In a graph the batch may have more requests than the mask: their words mean nothing."""
     lengths = batch.seq_lens.long()
-    own = torch.arange(count, device=lengths.device)
+    index = torch.arange(count, device=lengths.device)
     mask = batch.spec_info.custom_mask
     if batch.spec_info.tree_topk == 1 or mask is None or not len(mask):
-        return ((torch.ones_like(own) << own + 1) - 1).expand(len(lengths), count).contiguous()
+        return ((torch.ones_like(index) << index + 1) - 1).expand(len(lengths), count).contiguous()
     sizes = count * (lengths + count)
     starts = sizes.cumsum(0) - sizes
-    rows = starts[:, None] + own * (lengths[:, None] + count) + lengths[:, None]
-    at = (rows[:, :, None] + own).clamp_(max=len(mask) - 1)
-    return (mask[at].bool().long() << own).sum(2)
+    rows = starts[:, None] + index * (lengths[:, None] + count) + lengths[:, None]
+    at = (rows[:, :, None] + index).clamp_(max=len(mask) - 1)
+    return (mask[at].bool().long() << index).sum(2)
 
 
 def one_by_one(plan: RowPlan, sees: Tensor) -> RowPlan:

@@ -188,7 +188,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free slots of a node, or of consecutive positions of a row from ``start_pos`` on. Only the last page
         may be incomplete."""
-        if self._is_plain or not self.freed.is_told:
+        if self._is_plain or not self.freed.has_row:
             super().free_segment(free_index, start_pos=start_pos)
         else:
             self._free_known(free_index, start_pos)
@@ -441,7 +441,7 @@ class SharedWindowAllocator(_FreesSlots, compat.SWATokenToKVPoolAllocator):
         a shared slot keeps its peer until the window of the request that wrote the slot has passed."""
         if self._is_plain:
             self.full_attn_allocator.free_segment(free_index, start_pos=start_pos)
-        elif self.freed.is_told:
+        elif self.freed.has_row:
             self._free_known(free_index, start_pos)
         else:
             self._free_slots(free_index)

@@ -133,9 +133,9 @@ class CachedDocuments:
         self.nodes.pop(number, None)
         tokens = key.token_ids[: self.documents.start] + key.token_ids[start:end]
         alone = compat.RadixKey(tokens, key.extra_key, cache_salt=key.cache_salt)
-        found = match(compat.MatchPrefixParams(key=alone))
-        if found.device_prefix_len == len(alone):
-            self.nodes[number] = found.last_device_node
+        result = match(compat.MatchPrefixParams(key=alone))
+        if result.device_prefix_len == len(alone):
+            self.nodes[number] = result.last_device_node
 
 
 def marked(req: Request | None) -> CachedDocuments | None:
@@ -144,12 +144,12 @@ def marked(req: Request | None) -> CachedDocuments | None:
     if req is None:
         return None
     if not hasattr(req, DOCUMENTS):
-        found = None
+        parsed = None
         custom_params = getattr(req.sampling_params, "custom_params", None)
         # Building the error message may raise too: its repr of the value can exceed the recursion limit.
         with suppress(Exception):
-            found = documents_of(custom_params, len(req.origin_input_ids))
-        mine = None if found is None or not takes_part(req) else CachedDocuments(found)
+            parsed = documents_of(custom_params, len(req.origin_input_ids))
+        mine = None if parsed is None or not takes_part(req) else CachedDocuments(parsed)
         setattr(req, DOCUMENTS, mine)
     documents: CachedDocuments | None = getattr(req, DOCUMENTS)
     return documents

@@ -215,13 +215,13 @@ class Branches:
     ) -> Iterator[tuple[int, Mapping[bytes, Sequence[Continuation]]]]:
         """Each start up to ``most``, ascending, with the continuations that have a prompt's page there, by
         digest. ``tokens``: of the whole prompt, int64 ``[n]``."""
-        found = [
+        starts = [
             (start, by_digest)
             for start, by_head in self._by_start.items()
             if start <= most
             and (by_digest := by_head.get(tokens[start : start + self._page].tobytes()))
         ]
-        yield from sorted(found, key=operator.itemgetter(0))
+        yield from sorted(starts, key=operator.itemgetter(0))
 
 
 class Part(NamedTuple):
@@ -280,10 +280,10 @@ class Continued(int):
 
 def and_children(node: Continuation) -> list[Continuation]:
     """A continuation, then all that go on with it, each after the one that it goes on with."""
-    found = [node]
-    for each in found:
-        found += each.children
-    return found
+    nodes = [node]
+    for each in nodes:
+        nodes += each.children
+    return nodes
 
 
 def and_parents(node: Continuation | None) -> Iterator[Continuation]:

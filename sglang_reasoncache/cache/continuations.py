@@ -104,7 +104,7 @@ class Continuations:
 
     # -- look up ---------------------------------------------------------------------
 
-    def match(self, key: Any, held: int, exact: bool, found: int = 0) -> tuple[Part, ...]:
+    def match(self, key: Any, held: int, exact: bool, matched: int = 0) -> tuple[Part, ...]:
         """What goes on with a path of the tree and makes the cached prefix of a prompt longer than the tree has
         it.
 
@@ -112,7 +112,7 @@ class Continuations:
             key: SGLang's key of the prompt.
             held: Number of the prompt's tokens whose KV the tree has in the pool.
             exact: Whether only exact KV may be read.
-            found: Length of the prefix that SGLang found. It is longer than ``held`` if more is on the host,
+            matched: Length of the prefix that SGLang found. It is longer than ``held`` if more is on the host,
                 and shorter if a state is missing.
         """
         roots = self._roots.get(_namespace(key))
@@ -120,7 +120,7 @@ class Continuations:
             return ()
         tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
         best: tuple[Part, ...] = ()
-        longest = found
+        longest = matched
         hashed = 0
         digest = _new_digest()
         # A hostile client must not make look-ups slow: each token is hashed once, and of many paths the longest
@@ -443,5 +443,5 @@ def _new_digest() -> Any:
 def _digest(tokens: np.ndarray) -> bytes:
     digest = _new_digest()
     digest.update(tokens.tobytes())
-    found: bytes = digest.digest()
-    return found
+    value: bytes = digest.digest()
+    return value

@@ -28,7 +28,7 @@ class FreedEntries:
         self._inserted: torch.Tensor | None = None
 
     @property
-    def is_told(self) -> bool:
+    def has_row(self) -> bool:
         """Whether the tree said what is freed. Otherwise only the device knows which entries are shared."""
         return self._row is not None
 

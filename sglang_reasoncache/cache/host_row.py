@@ -67,17 +67,17 @@ class HostRow:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """For each of ``positions``, int64 ``[n]``: slot, ``EVICTED`` or ``UNKNOWN``. Returns int64 ``[n]``."""
-        found = np.zeros(len(positions), dtype=np.int64)
+        entries = np.zeros(len(positions), dtype=np.int64)
         known = positions < len(self._slots)
-        found[known] = self._slots[positions[known]]
-        return found
+        entries[known] = self._slots[positions[known]]
+        return entries
 
     def between(self, start: int, end: int) -> np.ndarray:
         """The entries of positions ``[start, end)``, int64 ``[end - start]``; see :meth:`at`."""
-        found = np.zeros(end - start, dtype=np.int64)
+        entries = np.zeros(end - start, dtype=np.int64)
         known = self._slots[start:end]
-        found[: len(known)] = known
-        return found
+        entries[: len(known)] = known
+        return entries
 
     def held(self, end: int) -> np.ndarray:
         """The positions below ``end`` that are not evicted: int64 ``[held]``, ascending."""

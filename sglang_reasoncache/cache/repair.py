@@ -64,29 +64,29 @@ class RepairedRow:
     def __init__(self, slots: torch.Tensor, start: int) -> None:
         self._slots = slots
         self._start = start
-        self._own: list[torch.Tensor] = []
+        self._new_slots: list[torch.Tensor] = []
 
     def placed(
         self, row: torch.Tensor, start: int, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new entries of ``row``, int32 ``[width]``, and the ``n`` slots that SGLang put there from
         ``start`` on. The new entries at ``positions``, int64 ``[n]``, are these slots. Writes nothing."""
-        own = row[start : start + len(positions)].clone()
+        new_slots = row[start : start + len(positions)].clone()
         slots = self._slots.to(row.dtype, copy=True)
-        slots[upload(positions, row.device)] = own
-        return slots, own
+        slots[upload(positions, row.device)] = new_slots
+        return slots, new_slots
 
-    def place(self, row: torch.Tensor, slots: torch.Tensor, own: torch.Tensor) -> None:
-        """Write ``slots`` to the start of ``row``, and remember ``own``. :meth:`placed` returned both, and
+    def place(self, row: torch.Tensor, slots: torch.Tensor, new_slots: torch.Tensor) -> None:
+        """Write ``slots`` to the start of ``row`` and remember ``new_slots``. :meth:`placed` returned both, and
         allocated all that is needed."""
         row[: len(slots)] = slots
         self._slots = slots
-        self._own.append(own)
+        self._new_slots.append(new_slots)
 
     def restore(self, row: torch.Tensor) -> None:
         """Before SGLang frees ``row``, write the slots of the recomputed tokens where SGLang had put them."""
-        own = torch.cat(self._own)
-        row[self._start : self._start + len(own)] = own
+        new_slots = torch.cat(self._new_slots)
+        row[self._start : self._start + len(new_slots)] = new_slots
 
 
 def ends_of(ends: Sequence[int], first: int, last: int = 0) -> np.ndarray:
@@ -191,10 +191,10 @@ class Repairs:
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
         """What was prepared for the requests ``rids``. A request is left out if it was prepared at another
         index or with another number of new tokens (``counts``). SGLang may pad ``counts``."""
-        found = (self._prepared.get(place) for place in enumerate(rids))
+        prepared = (self._prepared.get(place) for place in enumerate(rids))
         return [
             each
-            for each, count in zip(found, counts, strict=False)
+            for each, count in zip(prepared, counts, strict=False)
             if each is not None and each.new == count
         ]
 
@@ -217,12 +217,12 @@ class Repairs:
         repaired = prefix.repaired
         assert repaired is not None
         row = batch.req_to_token_pool.req_to_token[index]
-        slots, own = repaired.placed(row, req.prefix_len, positions)
+        slots, new_slots = repaired.placed(row, req.prefix_len, positions)
         known = batch.tree_cache.token_to_kv_pool_allocator.row_of(index)
         tokens = batch.prefill_input_ids_cpu
 
         def place() -> None:
-            repaired.place(row, slots, own)
+            repaired.place(row, slots, new_slots)
             known.repaired = repaired
             tokens[token : token + len(ids)] = ids
 
@@ -253,8 +253,8 @@ class Repairs:
 
 def missed(req: Request, prefix: Composition) -> bool:
     """Whether ``req`` asked for a repair, but ``prefix`` gets none. False for a scoring request."""
-    asked = prefix.documents.repair != Repair() and not only_scores(req)
-    return asked and not len(prefix.again)
+    wants_repair = prefix.documents.repair != Repair() and not only_scores(req)
+    return wants_repair and not len(prefix.again)
 
 
 def _marks_of(req: Request) -> CachedDocuments:

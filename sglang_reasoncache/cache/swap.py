@@ -131,16 +131,16 @@ class HostSwap:
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory in use."""
-        return sum(one.num_bytes for one in self._there)
+        return sum(copy.num_bytes for copy in self._there)
 
     def forget(self) -> None:
         """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
-        for one in self._there:
-            one.is_valid = False
-            one.runs = ()
-            one.state = None
-            one.window = None
-            one.num_bytes = 0
+        for copy in self._there:
+            copy.is_valid = False
+            copy.runs = ()
+            copy.state = None
+            copy.window = None
+            copy.num_bytes = 0
 
     def out(
         self,
@@ -182,8 +182,8 @@ class HostSwap:
             wanted += self._size("state", lambda: states.get_cpu_copy(state.slot))
         if window is not None:
             first = window[:1]
-            one = self._size("window", lambda: allocator.window_pool.get_cpu_copy(first))
-            wanted += len(window) * one
+            size = self._size("window", lambda: allocator.window_pool.get_cpu_copy(first))
+            wanted += len(window) * size
         if self.num_bytes + wanted > self._limit:
             return None
         if slots.is_cuda and self.num_bytes + wanted + idle_pinned() > 2 * self._limit:

@@ -54,7 +54,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     token_to_kv_pool_allocator: Shared
     #: Whether the slots that were loaded last belong to a request.
-    _loads_own = False
+    _loads_swapped = False
     #: A continuation is read if (new tokens of a prompt) x (tokens before them) is at most this. None: always.
     most_pairs: int | None = None
     #: Slots of continuations that were freed while the core evicted.
@@ -345,10 +345,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Evict nodes of the core, the least recently used first, each with the continuations of its path: the
         path was used whenever they were. Then evict continuations whose path is locked."""
         mine = self._continuations
-        asked, evicted = self._of_endings
+        requested, evicted = self._of_endings
         if not len(mine):
             return evict(params, **named)
-        if getattr(params, asked) > 0:
+        if getattr(params, requested) > 0:
             return self._evict_with_endings(evict, params, **named)
         wanted = params.num_tokens
         if wanted <= 0:
@@ -386,20 +386,20 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Evict endings, of continuations and of the core, whichever have more, because neither knows when the
         other's were used. Then slots (:meth:`_evict_both`)."""
         mine = self._continuations
-        asked, evicted = self._of_endings
-        wanted = getattr(params, asked)
+        requested, evicted = self._of_endings
+        wanted = getattr(params, requested)
         had = mine.evictable_endings
         core = super().mamba_evictable_size if self.is_mamba_enabled else super().swa_evictable_size
         more = had - int(core())
         slots = mine.evict_endings(min(wanted, max((more + wanted) // 2, 0)), self._free_continued)
         endings = had - mine.evictable_endings
         # What went with the endings counts.
-        others = {"num_tokens": max(params.num_tokens - slots, 0), asked: 0}
+        others = {"num_tokens": max(params.num_tokens - slots, 0), requested: 0}
         result = self._evict_both(evict, dataclasses.replace(params, **others), **named)
         slots += result.num_tokens_evicted
         endings += getattr(result, evicted)
         if endings < wanted:
-            left: dict[str, int] = {asked: wanted - endings}
+            left: dict[str, int] = {requested: wanted - endings}
             of_core = self._evict_core(evict, compat.EvictParams(**left))
             slots += of_core.num_tokens_evicted
             endings += getattr(of_core, evicted)
@@ -538,10 +538,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Load what a match found on the host: the KV of a retracted request, or a cached prefix."""
         req = params.req
         swapped = swapped_of(req)
-        self._loads_own = (
+        self._loads_swapped = (
             swapped is not None and req.host_hit_length == swapped.length - req.prefix_len
         )
-        if not self._loads_own:
+        if not self._loads_swapped:
             return super().init_load_back(params)
         swap = self.token_to_kv_pool_allocator.swap
         assert swap is not None and swapped is not None
@@ -574,7 +574,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def load_back_is_cache_owned(self) -> bool:
         """Whether the tree owns the slots that :meth:`init_load_back` loaded last."""
-        return not self._loads_own and super().load_back_is_cache_owned()
+        return not self._loads_swapped and super().load_back_is_cache_owned()
 
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
         """Load evicted nodes of a path from the host. Records each slot's position in the path as its cached
@@ -605,7 +605,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if params.cow_mamba and len(self._continuations):
             with self.owner.contained_alone():
                 self._note_use(params)
-        found = super().match_prefix(params)
+        result = super().match_prefix(params)
         swapped = swapped_of(params.req)
         # SGLang ends the key of a request that asks for log-probabilities where they begin. They are there: the
         # request was prefilled before it was retracted.
@@ -613,9 +613,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # SGLang dropped the tokens behind the prompt.
             setattr(params.req, SWAPPED, None)
             swapped = None
-        if swapped is not None and found.device_prefix_len < swapped.length:
-            missing = swapped.length - found.device_prefix_len
-            return found._replace(
+        if swapped is not None and result.device_prefix_len < swapped.length:
+            missing = swapped.length - result.device_prefix_len
+            return result._replace(
                 host_hit_length=missing,
                 swa_host_hit_length=min(missing, swapped.in_window),
                 swa_branching_seqlen=None,
@@ -624,12 +624,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         documents = marked(params.req) if self.owner.composes else None
         if documents is not None:
             with self.owner.contained_alone():
-                return self._composed(documents, params, found)
-            return found
+                return self._composed(documents, params, result)
+            return result
         if swapped is None and params.req is not None and len(self._continuations):
             with self.owner.contained_alone():
-                return self._continued(params, found)
-        return found
+                return self._continued(params, result)
+        return result
 
     def _note_use(self, params: Any) -> None:
         """If SGLang will evict a state to give the request a slot, let it not be the state that the request is
@@ -639,40 +639,40 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             exact = not _may_read_approximate(params.req)
             self._continuations.match(params.key, len(params.key), exact)
 
-    def _continued(self, params: Any, found: Any) -> Any:
-        """``found``, which the core matched, or a continued prefix if that is longer."""
-        held = found.device_prefix_len
+    def _continued(self, params: Any, result: Any) -> Any:
+        """``result``, which the core matched, or a continued prefix if that is longer."""
+        held = result.device_prefix_len
         if self.is_mamba_enabled or self.is_swa_enabled:
             # SGLang's prefix ends at the last cached state or window; the tree may have KV behind it.
-            held = found.full_kv_hit_length
+            held = result.full_kv_hit_length
         parts = self._continuations.match(
             params.key,
             held,
             exact=not _may_read_approximate(params.req),
-            found=found.device_prefix_len + found.host_hit_length,
+            matched=result.device_prefix_len + result.host_hit_length,
         )
         if not parts:
-            return found
+            return result
         path = parts[0].node.path
         assert path is not None, "a continued prefix begins on a path of the tree"
-        is_shorter = found.device_prefix_len < parts[0].node.start
-        prefix = Continued(path.node if is_shorter else found.last_device_node, parts)
+        is_shorter = result.device_prefix_len < parts[0].node.start
+        prefix = Continued(path.node if is_shorter else result.last_device_node, parts)
         first = prefix.first_approximate
         if first is not None and prefix.length - held < held - first:
             # It would make more exact positions approximate than it saves from being computed.
-            return found
+            return result
         if self.most_pairs is not None:
             new = len(params.key) - prefix.length
             if new * prefix.length > self.most_pairs:
-                return found
+                return result
         if (
             params.cow_mamba
             and prefix.ending is not None
             and not begin_with(self, params.req, prefix)
         ):
-            return found
+            return result
         nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
-        return found._replace(
+        return result._replace(
             device_prefix_len=prefix.length,
             host_hit_length=0,
             swa_host_hit_length=0,
@@ -681,18 +681,18 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             **nodes,
         )
 
-    def _composed(self, documents: CachedDocuments, params: Any, found: Any) -> Any:
-        """``found``, which the tree matched, or a composed prefix if that is longer."""
+    def _composed(self, documents: CachedDocuments, params: Any, result: Any) -> Any:
+        """``result``, which the tree matched, or a composed prefix if that is longer."""
         prefix = documents.compose(params.key, super().match_prefix, self.tree_core)
         if prefix is None:
-            return found
+            return result
         allocator = self.token_to_kv_pool_allocator
         prefix.again = allocator.repairs.choose(params.req, prefix, self.owner.ranks)
-        if prefix.kept <= found.device_prefix_len:
-            return found
+        if prefix.kept <= result.device_prefix_len:
+            return result
         allocator.has_shifted_slots = True
         nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
-        return found._replace(device_prefix_len=prefix.kept, **nodes)
+        return result._replace(device_prefix_len=prefix.kept, **nodes)
 
     def prefix_device_indices(self, req: Request) -> torch.Tensor:
         prefix = req.last_node
@@ -764,12 +764,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 def _first_shared(req: Request, row: HostRow) -> int | None:
     """The lowest position of a request that was ever redirected, in ``row``, before the request was swapped out
     or in a continuation. From there on its KV is approximate. None if all is exact."""
-    found = [row.first_shared]
+    positions = [row.first_shared]
     if isinstance(req.last_node, Restored):
-        found.append(req.last_node.first_shared)
+        positions.append(req.last_node.first_shared)
     if isinstance(req.last_node, Continued):
-        found.append(req.last_node.first_approximate)
-    return min((first for first in found if first is not None), default=None)
+        positions.append(req.last_node.first_approximate)
+    return min((first for first in positions if first is not None), default=None)
 
 
 def _may_read_approximate(req: Request) -> bool:

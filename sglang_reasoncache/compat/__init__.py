@@ -282,8 +282,8 @@ def speculation(args: Any) -> str | None:
     ``--enable-return-aux-hidden-states`` the flag's algorithm only says which hidden states are returned."""
     if getattr(args, "enable_return_aux_hidden_states", False):
         return None
-    asked: str | None = args.speculative_algorithm
-    return asked
+    algorithm: str | None = args.speculative_algorithm
+    return algorithm
 
 
 def drafted_tokens(runner: Any) -> int:
@@ -307,11 +307,11 @@ def largest_decode_graph(runner: Any) -> int:
 
 def check_version(allow_untested: bool) -> None:
     """Raises ValueError on an SGLang version that was not tested, unless ``allow_untested`` is True."""
-    found = version("sglang")
-    if found not in SUPPORTED_SGLANG and not allow_untested:
+    installed = version("sglang")
+    if installed not in SUPPORTED_SGLANG and not allow_untested:
         raise ValueError(
             f"--enable-reasoncache supports sglang {', '.join(SUPPORTED_SGLANG)}, found "
-            f"{found}; pass {SET} allow_untested_sglang=true to start anyway"
+            f"{installed}; pass {SET} allow_untested_sglang=true to start anyway"
         )
 
 

@@ -39,8 +39,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         # The first product, or one after the weights were loaded anew in place.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         setattr(weight, PACKED, (weight._version, packed))
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return found
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return result
 
 
 def suits(x: torch.Tensor, weight: Any) -> bool:

@@ -58,9 +58,11 @@ class RecentQueries:
         rows = len(generations)
         width = sum(layer.heads * layer.dim for layer in layers.values())
         self.nbytes = rows * self.size * width * dtype.itemsize
-        told = f"{self.nbytes / 2**20:.0f} MiB for {window} queries of {rows} requests on {device}"
+        memory = (
+            f"{self.nbytes / 2**20:.0f} MiB for {window} queries of {rows} requests on {device}"
+        )
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < self.nbytes + _SPARE:
-            raise MemoryError(f"no {told}")
+            raise MemoryError(f"no {memory}")
         try:
             self._queries = {
                 number: torch.zeros(
@@ -69,7 +71,7 @@ class RecentQueries:
                 for number, layer in layers.items()
             }
         except RuntimeError as error:
-            raise MemoryError(f"no {told}: {error}") from error
+            raise MemoryError(f"no {memory}: {error}") from error
         self.positions = torch.full((rows, self.size), -1, device=device)
         self._generations = generations
         # For each row: the generation of the request whose queries the row holds.

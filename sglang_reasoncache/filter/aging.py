@@ -31,14 +31,14 @@ class AgeRule:
         # A heap of readers, each with the block with which it was paired.
         self._waiting: list[tuple[int, int]] = []
 
-    def release(self, found: Iterable[tuple[int, int]], end: int) -> list[BlockPair]:
+    def release(self, pairs: Iterable[tuple[int, int]], end: int) -> list[BlockPair]:
         """Take pairs (start of the later block, start of the earlier block). Returns all pairs (reader, source)
         whose reader is old enough, now that the response ends at position ``end``. In direction ``newest`` a
         pair whose reader would overlap another reader is not returned, because no token may read twice."""
         chains = self._chains
         if chains is not None:
             chains.extend(end)
-        for later, earlier in found:
+        for later, earlier in pairs:
             if chains is None:
                 reader = later
                 source = earlier
@@ -68,11 +68,11 @@ class StepAgeRule:
         self._min_age = config.min_age
         self._waiting: deque[tuple[BlockPair, ...]] = deque()
 
-    def release(self, found: Sequence[BlockPair], end: int) -> list[tuple[BlockPair, ...]]:
+    def release(self, alternatives: Sequence[BlockPair], end: int) -> list[tuple[BlockPair, ...]]:
         """Take the alternatives of one step, ascending. Returns those of each step that is old enough, now that
         the response ends at position ``end``."""
-        if found:
-            self._waiting.append(tuple(found))
+        if alternatives:
+            self._waiting.append(tuple(alternatives))
         ready = []
         while self._waiting:
             last = self._waiting[0][-1].dst_start

@@ -312,14 +312,14 @@ def _sliding(reduce: np.ufunc, values: np.ndarray, width: int) -> np.ndarray:
     return values
 
 
-def _equal(one: np.ndarray, other: np.ndarray) -> int:
+def _equal(left: np.ndarray, right: np.ndarray) -> int:
     """Number of equal tokens at the beginning of both."""
-    most = min(len(one), len(other))
+    most = min(len(left), len(right))
     at = 0
     step = 64
     while at < most:
         differ = np.flatnonzero(
-            one[at : at + step][: most - at] != other[at : at + step][: most - at]
+            left[at : at + step][: most - at] != right[at : at + step][: most - at]
         )
         if len(differ):
             return at + int(differ[0])

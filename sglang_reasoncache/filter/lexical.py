@@ -103,7 +103,7 @@ class LexicalIndex:
     def similarities(self, step: Step) -> Floats:
         """Similarity of ``step`` to every remembered step, oldest first: float64 ``[len(self)]``."""
         dots = np.zeros(len(self))
-        hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
+        hits = [(n, posting) for t, n in step.bag.items() if (posting := self._postings.get(t))]
         # Each pass takes only a few tokens, so that its data fits into the processor's cache.
         for at in range(0, len(hits), _TOKENS_AT_ONCE):
             counts, postings = zip(*hits[at : at + _TOKENS_AT_ONCE], strict=True)

@@ -116,11 +116,11 @@ class RequestFilter:
         """Returns ``step`` with the block pairs that may share slots from now on. ``step`` is the step that
         :meth:`steps` yielded last. Blocks of later steps may then be paired with its blocks."""
         matcher = self._matcher
-        found = matcher.propose(step)
+        matches = matcher.propose(step)
         if self._step_age_rule is not None:
-            ready = self._step_age_rule.release(found, step.end)
+            ready = self._step_age_rule.release(matches, step.end)
             return Proposal(step, (), matcher.counters, alternatives=tuple(ready))
-        pairs = self._age_rule.release(found, step.end)
+        pairs = self._age_rule.release(matches, step.end)
         across = matcher.across()
         pairs = sorted([*pairs, *matcher.quoted()])
         return Proposal(step, tuple(pairs), matcher.counters, tuple(across))

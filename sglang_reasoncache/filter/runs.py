@@ -294,6 +294,6 @@ class RunMatcher(Matcher):
         if self._distance and self._window(continued) == self._window(later):
             return continued
         self._remember(later - self._block)
-        found = self._runs.get(self._hash(later))
-        same = found is not None and self._window(found) == self._window(later)
-        return found if same else None
+        earlier = self._runs.get(self._hash(later))
+        same = earlier is not None and self._window(earlier) == self._window(later)
+        return earlier if same else None

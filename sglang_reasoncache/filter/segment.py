@@ -33,14 +33,14 @@ def classify(piece: bytes) -> int:
     # For each line, whether it has anything visible.
     lines = [bool(line.strip(_WHITE)) for line in piece.split(b"\n")]
     is_visible = any(lines)
-    found = 0 if is_visible else BLANK
+    bits = 0 if is_visible else BLANK
     if len(lines) > 1:
-        found |= STARTS * (not lines[0]) | ENDS * (not lines[-1])
+        bits |= STARTS * (not lines[0]) | ENDS * (not lines[-1])
         if len(lines) > 2:
-            found |= OPENS * (not any(lines[:2]))
+            bits |= OPENS * (not any(lines[:2]))
         if is_visible:
-            found |= CLOSES * (False in lines[lines.index(True) + 1 : -1])
-    return found
+            bits |= CLOSES * (False in lines[lines.index(True) + 1 : -1])
+    return bits
 
 
 class TokenClasses:

@@ -51,11 +51,11 @@ class StepMatcher(Matcher):
         self.counters = FilterCounters()
         similar = self._similar(step, self._candidates(step))
         align = self._alternatives if self._config.align == "nearest" else self._align
-        found = align(step, similar) if len(step) >= self._config.block else []
+        pairs = align(step, similar) if len(step) >= self._config.block else []
         self._history.add(step)
         if not self._config.use_structure:
             step.text = ""  # not needed any more
-        return found
+        return pairs
 
     def _candidates(self, step: Step) -> list[int]:
         """History indexes of the most similar steps above the threshold, best first; newest first if equal."""
@@ -71,22 +71,22 @@ class StepMatcher(Matcher):
         # Reversed before the stable sort, so that the latest of equally similar steps comes first.
         order = above[::-1]
         order = order[np.argsort(-sims[order], kind="stable")]
-        found: list[int] = order[: config.max_structure_checks].tolist()
-        return found
+        best: list[int] = order[: config.max_structure_checks].tolist()
+        return best
 
     def _similar(self, step: Step, candidates: list[int]) -> Iterator[Step]:
         """The best candidates that pass the structure check, at most ``max_candidates``. Each is checked when
         it is asked for."""
         config = self._config
-        num_found = 0
+        num_passed = 0
         self._readable = config.limits.max_chars // 2
         for index in candidates:
-            if num_found == config.max_candidates:
+            if num_passed == config.max_candidates:
                 break
             earlier = self._history[index]
             if config.use_structure and not self._passes(step, earlier):
                 continue
-            num_found += 1
+            num_passed += 1
             yield earlier
 
     def _align(self, step: Step, similar: Iterator[Step]) -> list[BlockPair]:
@@ -96,8 +96,8 @@ class StepMatcher(Matcher):
         covered = bytearray(len(step))
         for earlier in similar:
             left = config.max_blocks_per_step - len(pairs)
-            found = align_blocks(step, earlier, config.block, config.align, covered)
-            for dst, src in found[:left]:
+            matches = align_blocks(step, earlier, config.block, config.align, covered)
+            for dst, src in matches[:left]:
                 pairs.append(BlockPair(dst, src))
                 at = dst - step.start
                 covered[at : at + config.block] = b"\x01" * config.block
@@ -194,13 +194,13 @@ def align_blocks(
     i = diagonal = 0
     while i <= len(dst) - block:
         taken = covered.rfind(1, i, i + block)
-        found = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
-        if found is None:
+        offsets = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
+        if offsets is None:
             # Continue behind any covered tokens of this block.
             i += max(1, taken + 1 - i)
             continue
-        at = bisect_left(found, i + diagonal)
-        j = found[at] if at < len(found) else found[0]
+        at = bisect_left(offsets, i + diagonal)
+        j = offsets[at] if at < len(offsets) else offsets[0]
         diagonal = j - i
         pairs.append(BlockPair(dst.start + i, src.start + j))
         i += block

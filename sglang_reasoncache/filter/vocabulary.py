@@ -62,7 +62,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         # The code of a custom tokenizer may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
     # For each way of reading: how many (sample texts, sequences in all) differ, its name, its vocabulary.
-    found: list[tuple[tuple[int, int], str, Vocabulary]] = []
+    readings: list[tuple[tuple[int, int], str, Vocabulary]] = []
     for route in (_by_bytes, _by_context):
         try:
             vocabulary = Vocabulary(route(tokenizer, size))
@@ -72,12 +72,14 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         texts = (_comparable(vocabulary.text(ids)) for ids in sequences)
         wrong = [i for i, text in enumerate(texts) if text != decoded[i]]
         # The sample texts count first, because no model writes ids in random order.
-        found.append(((sum(i < num_texts for i in wrong), len(wrong)), route.__name__, vocabulary))
+        readings.append(
+            ((sum(i < num_texts for i in wrong), len(wrong)), route.__name__, vocabulary)
+        )
         if not wrong:
             break
-    if not found:
+    if not readings:
         raise ValueError(f"cannot read the tokens of {kind}")
-    (wrong_texts, total), name, vocabulary = min(found, key=lambda one: one[0])
+    (wrong_texts, total), name, vocabulary = min(readings, key=lambda reading: reading[0])
     logger.log(
         logging.WARNING if wrong_texts else logging.INFO,
         "reasoncache: %d tokens of %s read %s, %d of %d sequences differ from its decode",

@@ -126,11 +126,11 @@ def main() -> None:
 
     with (
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
-        scheduler.makefile("rb") as told,
+        scheduler.makefile("rb") as stream,
     ):
         # Send the version first: if it is not the server's, this process may not understand the setup.
         say(__version__)
-        worker = Worker(pickle.load(told))
+        worker = Worker(pickle.load(stream))
         gc.freeze()
         while True:
-            say(worker.answer(Feed(*pickle.load(told))))
+            say(worker.answer(Feed(*pickle.load(stream))))

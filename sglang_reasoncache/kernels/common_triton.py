@@ -111,9 +111,9 @@ def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
 @triton.jit
 def targets(kept, to, capacity):
     """Index at which to write each ``kept`` element, which of them fit, and the next tile's first index."""
-    one = kept.to(tl.int32)
-    at = to + tl.cumsum(one, axis=0) - one
-    return at, kept & (at < capacity), to + tl.sum(one, axis=0)
+    flags = kept.to(tl.int32)
+    at = to + tl.cumsum(flags, axis=0) - flags
+    return at, kept & (at < capacity), to + tl.sum(flags, axis=0)
 
 
 @triton.jit

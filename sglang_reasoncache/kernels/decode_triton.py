@@ -121,7 +121,7 @@ def chunk_kernel(
             latent = tl.load(latent_at, mask=latent_mask, other=0.0)
             q_at += V_DIM
         q_mask = (k_column < K_DIM)[None, :]
-        own = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
+        queries = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
         keys += kv_head.to(tl.int64) * k_head_stride
         values += kv_head.to(tl.int64) * v_head_stride
         # As in FlashAttention, for each line: the largest logit so far, the sum of the weights
@@ -188,7 +188,7 @@ def chunk_kernel(
                     p = p * tl.exp2(m_ij - base)[:, None] + tl.exp2(qk - base[:, None])
                     m_ij = m_next
             else:
-                qk = tiles.times(own, k, unrotated, ELEMENT, EXACT)
+                qk = tiles.times(queries, k, unrotated, ELEMENT, EXACT)
                 if HALF > 0 and not ROTATES:
                     s_at = shift + first + entry
                     some = tl.load(s_at, mask=ok, other=0) != 0

@@ -109,12 +109,12 @@ class DistanceKernel:
         return self._by_pytorch(dst_slots, src_slots, shift)
 
     def _by_pytorch(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
-        found = []
+        sums = []
         for keys, values in self._layers:
             k = read_rows(keys, dst) - read_keys(keys, src, shift, self._rotation)
             v = read_rows(values, dst) - read_rows(values, src)
-            found += [difference.square_().sum(dim=(1, 2, 3)) for difference in (k, v)]
-        return torch.stack(found, dim=1).unflatten(1, (-1, 2)).double()
+            sums += [difference.square_().sum(dim=(1, 2, 3)) for difference in (k, v)]
+        return torch.stack(sums, dim=1).unflatten(1, (-1, 2)).double()
 
 
 def block_distances(squares: Tensor, block: int, num_heads: float) -> Tensor:

@@ -36,8 +36,8 @@ def _pairs(
         first = common.load_fp32(at + angle, mask, ELEMENT)
         return first, common.load_fp32(at + HALF + angle, mask, ELEMENT)
     both = tl.arange(0, 2 * COLS)[None, :]
-    found = common.load_fp32(at + both, ok[:, None] & (both < 2 * HALF), ELEMENT)
-    return tl.split(tl.reshape(found, [ROWS, COLS, 2]))
+    elements = common.load_fp32(at + both, ok[:, None] & (both < 2 * HALF), ELEMENT)
+    return tl.split(tl.reshape(elements, [ROWS, COLS, 2]))
 
 
 @triton.jit
@@ -236,9 +236,9 @@ def constants(
 def addresses(layers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, bool]:
     """Addresses of the buffers of K and V, int64 ``[layers, 2]`` on the pool's device, and whether all
     addresses are multiples of 16 bytes."""
-    found = torch.tensor([[buffer.data_ptr() for buffer in layer] for layer in layers])
-    aligned = not (found % 16).any().item()
-    return found.to(layers[0][0].device), aligned
+    pointers = torch.tensor([[buffer.data_ptr() for buffer in layer] for layer in layers])
+    aligned = not (pointers % 16).any().item()
+    return pointers.to(layers[0][0].device), aligned
 
 
 def squares(

@@ -110,18 +110,20 @@ class ExtendPlan:
         self._read: list[tuple[int, int]] = []
         at = 0
         for number, (count, begin, end) in enumerate(zip(new, bounds, bounds[1:], strict=False)):
-            own = placed.get(number, _NONE)
+            own_entries = placed.get(number, _NONE)
             if not 0 <= count <= end - begin:
                 raise ValueError(f"{count} new tokens in a row of {end - begin} entries")
             if singly or count <= MOST_SINGLE:
                 tokens += range(at, at + count)
-                self._read += ((begin, begin + int(entry) + 1) for entry in own)
-                self._read += ((begin, last) for last in range(end - count + len(own) + 1, end + 1))
+                self._read += ((begin, begin + int(entry) + 1) for entry in own_entries)
+                self._read += (
+                    (begin, last) for last in range(end - count + len(own_entries) + 1, end + 1)
+                )
             else:
                 places = None
-                if len(own):
-                    last = range(end - begin - count + len(own), end - begin)
-                    places = upload([*own, *last], self._device)
+                if len(own_entries):
+                    last = range(end - begin - count + len(own_entries), end - begin)
+                    places = upload([*own_entries, *last], self._device)
                 self.pieces.append((slice(at, at + count), slice(begin, end), places))
             at += count
         self.singles = upload(tokens, self._device)
@@ -146,15 +148,15 @@ class ExtendPlan:
         are the last. Small masks are kept for later layers. If ``places`` is given, ``first`` must be the index
         in the batch of the first token, because kept masks are found by ``first``, not by ``places``."""
         key = new, total, reach, first
-        found = self._masks.get(key)
-        if found is None:
+        mask = self._masks.get(key)
+        if mask is None:
             if places is None:
                 places = torch.arange(total - new, total, device=self._device)
-            found = torch.zeros(new, total, dtype=self._dtype, device=self._device)
-            found.masked_fill_(_hidden(places, total, reach), -torch.inf)
-            if found.numel() <= _MASK_ELEMENTS:
-                self._masks[key] = found
-        return found
+            mask = torch.zeros(new, total, dtype=self._dtype, device=self._device)
+            mask.masked_fill_(_hidden(places, total, reach), -torch.inf)
+            if mask.numel() <= _MASK_ELEMENTS:
+                self._masks[key] = mask
+        return mask
 
 
 def extend_attention(
@@ -298,7 +300,7 @@ def _extend_piece(
             mask = causal_lower_right(new, total)
         elif not causal:
             mask = plan.mask(end - begin, seen - first, reach)
-        found = F.scaled_dot_product_attention(
+        result = F.scaled_dot_product_attention(
             queries[:, :, begin:end],
             keys[:, :, first:seen],
             values[:, :, first:seen],
@@ -307,4 +309,4 @@ def _extend_piece(
             scale=scale,
             enable_gqa=grouped,
         )
-        out[begin:end] = found[0].transpose(0, 1)
+        out[begin:end] = result[0].transpose(0, 1)

@@ -39,8 +39,8 @@ def page_logits(
         return page_logits_triton.page_logits(signed, bounds, pages, scale)
     batch, heads, dims = signed.shape
     kv_heads = bounds.shape[1]
-    found = bounds[pages.clamp(0, len(bounds) - 1)].float()
+    page_bounds = bounds[pages.clamp(0, len(bounds) - 1)].float()
     grouped = signed.float().view(batch, kv_heads, heads // kv_heads, dims)
-    logits = torch.einsum("bkgd,bpkd->bkgp", grouped, found).mul_(scale)
+    logits = torch.einsum("bkgd,bpkd->bkgp", grouped, page_bounds).mul_(scale)
     there = (pages >= 0) & (pages < len(bounds))
     return logits.view(batch, heads, -1).masked_fill_(~there[:, None], float("-inf"))

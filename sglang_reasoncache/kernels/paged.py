@@ -75,8 +75,8 @@ def read_keys(
     keys: Tensor, slots: Tensor, shift: Tensor | None, rotation: KeyRotation | None
 ) -> Tensor:
     """The keys in ``slots``, rotated by ``shift`` in PyTorch: fp32 ``[*slots.shape, heads, head_dim]``."""
-    found = read_rows(keys, slots)
+    rows = read_rows(keys, slots)
     if shift is None or rotation is None:
-        return found
+        return rows
     # A key with shift 0 keeps its value: rotation would multiply by the sine 0, and inf * 0 is NaN.
-    return torch.where((shift != 0)[..., None, None], rotation.rotate(found, shift), found)
+    return torch.where((shift != 0)[..., None, None], rotation.rotate(rows, shift), rows)

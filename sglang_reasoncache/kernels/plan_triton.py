@@ -60,8 +60,8 @@ def plan_kernel(
         rows, requests, lengths, request, num_rows, width, row_stride, reach
     )
     start, stop = common.piece_of(length, piece, PIECES, TILE)
-    found = tl.zeros([TILE], tl.int32)
-    found_runs = tl.zeros([TILE], tl.int32)
+    num_kept = tl.zeros([TILE], tl.int32)
+    num_runs = tl.zeros([TILE], tl.int32)
     if WRITE:
         to = common.first_target(kv_indptr, counts, request, piece, PIECES)
         if MERGE:
@@ -101,13 +101,13 @@ def plan_kernel(
                     by = first + position - tl.load(cached_at + slot, mask=fits, other=0)
                 tl.store(shift + at, by, mask=fits)
         else:
-            found += kept.to(tl.int32)
-            found_runs += begins.to(tl.int32)
+            num_kept += kept.to(tl.int32)
+            num_runs += begins.to(tl.int32)
     if not WRITE:
         at_count = counts + request * PIECES + piece
-        tl.store(at_count, tl.sum(found, axis=0))
+        tl.store(at_count, tl.sum(num_kept, axis=0))
         if MERGE:
-            tl.store(at_count + stride, tl.sum(found_runs, axis=0))
+            tl.store(at_count + stride, tl.sum(num_runs, axis=0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,8 +219,8 @@ def plan_into(
     indptrs = [buffers.kv_indptr] if merge is None else [buffers.kv_indptr, merge.run_indptr]
     with common.current_device(counts.device):
         launch(WRITE=False)
-        for indptr, found in zip(indptrs, counts[:, :batch].sum(2), strict=True):
-            indptr[1 : batch + 1] = found.cumsum(0).clamp_(max=capacity)
+        for indptr, sizes in zip(indptrs, counts[:, :batch].sum(2), strict=True):
+            indptr[1 : batch + 1] = sizes.cumsum(0).clamp_(max=capacity)
         launch(WRITE=True)
     if merge is not None:
         rotations_triton.rotate(merge, batch, read, buffers.kv_indptr)

@@ -50,8 +50,8 @@ def _used_by(
         half = size // 2
         at = tl.where(tl.load(positions + at + half) <= wanted, at + half, at)
         size -= half
-    found = tl.load(positions + at, mask=inside & (entries > 0), other=-1) == wanted
-    return at, tl.minimum(at + last - first, entries - 1), first - home, kind, inside & found
+    present = tl.load(positions + at, mask=inside & (entries > 0), other=-1) == wanted
+    return at, tl.minimum(at + last - first, entries - 1), first - home, kind, inside & present
 
 
 @triton.jit(
@@ -100,10 +100,10 @@ def rotation_kernel(
     if WRITE:  # A list begins with the rotation by 0, all bits set; runs clear some of them below.
         for some in range(0, tl.cdiv(entries, ENTRIES), RUNS):
             tile = some + lane
-            own = tl.load(tile_ptr + tile, mask=tile * ENTRIES < entries, other=capacity)
-            listed = tl.load(tile_ptr + tile + 1, mask=own < capacity, other=0) > own
-            tl.store(by + own, tl.zeros([RUNS], tl.int32), mask=listed)
-            tl.store(bits + own, tl.full([RUNS], -1, tl.int64), mask=listed)
+            list_start = tl.load(tile_ptr + tile, mask=tile * ENTRIES < entries, other=capacity)
+            listed = tl.load(tile_ptr + tile + 1, mask=list_start < capacity, other=0) > list_start
+            tl.store(by + list_start, tl.zeros([RUNS], tl.int32), mask=listed)
+            tl.store(bits + list_start, tl.full([RUNS], -1, tl.int64), mask=listed)
         tl.debug_barrier()
     for some in range(start, stop, RUNS):
         inside = some + lane < stop
@@ -125,8 +125,8 @@ def rotation_kernel(
             else:
                 low = tl.maximum(at - tile * ENTRIES, 0).to(tl.int64)
                 high = tl.minimum(end - tile * ENTRIES, ENTRIES - 1).to(tl.int64)
-                one = tl.full([RUNS], 1, tl.int64)
-                word = (((one << (high - low)) - 1) * 2 + 1) << low
+                unit = tl.full([RUNS], 1, tl.int64)
+                word = (((unit << (high - low)) - 1) * 2 + 1) << low
                 same = on[None, :] & (tile[:, None] == tile[None, :])
                 before = tl.sum((same & (lane[None, :] < lane[:, None])).to(tl.int32), axis=1)
                 behind = tl.sum((same & (lane[None, :] > lane[:, None])).to(tl.int32), axis=1)
@@ -134,8 +134,8 @@ def rotation_kernel(
                 fits = on & (to < capacity)
                 tl.store(by + to, turn, mask=fits)
                 tl.store(bits + to, word, mask=fits)
-                own = tl.load(tile_ptr + tile, mask=fits, other=0)
-                tl.atomic_and(bits + own, ~word, mask=fits & (kind == common.SHIFTED))
+                list_start = tl.load(tile_ptr + tile, mask=fits, other=0)
+                tl.atomic_and(bits + list_start, ~word, mask=fits & (kind == common.SHIFTED))
                 tl.debug_barrier()
                 tl.store(following + tile, to + 1, mask=on & (behind == 0))
                 tl.debug_barrier()

@@ -38,7 +38,7 @@ class NativeUnavailable(RuntimeError):
 
 
 # Result of the first call of ``library``. If this call failed, later calls do not try again.
-_found: ctypes.CDLL | NativeUnavailable | None = None
+_outcome: ctypes.CDLL | NativeUnavailable | None = None
 
 
 def library() -> ctypes.CDLL:
@@ -49,17 +49,17 @@ def library() -> ctypes.CDLL:
     Raises:
         NativeUnavailable: no sources, no compiler, or the compiler or the loader failed.
     """
-    global _found
-    if _found is None:
+    global _outcome
+    if _outcome is None:
         try:
-            _found = ctypes.CDLL(str(_build(_source_root())))
+            _outcome = ctypes.CDLL(str(_build(_source_root())))
         except NativeUnavailable as error:
-            _found = error
+            _outcome = error
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            _found = NativeUnavailable(f"cannot build or load the native library: {error}")
-    if isinstance(_found, NativeUnavailable):
-        raise _found
-    return _found
+            _outcome = NativeUnavailable(f"cannot build or load the native library: {error}")
+    if isinstance(_outcome, NativeUnavailable):
+        raise _outcome
+    return _outcome
 
 
 def _build(root: Path) -> Path:
@@ -136,8 +136,8 @@ def _cache_folder() -> Path | None:
         status = folder.stat()
     except OSError:
         return None
-    own = status.st_uid in (0, os.getuid())
-    return folder if own and not status.st_mode & 0o022 else None
+    is_trusted = status.st_uid in (0, os.getuid())
+    return folder if is_trusted and not status.st_mode & 0o022 else None
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def attention_backend(
         raise refusals.of_policy(
             config.policy, "does not support sliding windows: layers read different positions"
         )
-    backend, uncorrected = _own_backend(model_runner, config, name, cached)
+    backend, uncorrected = _our_backend(model_runner, config, name, cached)
     backend = stock(model_runner) if backend is None else backend
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
@@ -216,16 +216,16 @@ def check_policies(
 
 def _why_not(model_runner: ModelRunner) -> str:
     """Why keys are not corrected, for a server on which none of our backends was tried."""
-    found = refusals.in_the_way_of_corrected(model_runner.server_args)
-    if found:
-        return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
+    conflicts = refusals.in_the_way_of_corrected(model_runner.server_args)
+    if conflicts:
+        return f"{_CORRECTED} cannot be combined with: {'; '.join(conflicts)}"
     return (
         f"{_CORRECTED} needs --attention-backend {', '.join(compat.OUR_BACKENDS)}, "
         f"this server runs {model_runner.decode_attention_backend_str}"
     )
 
 
-def _own_backend(
+def _our_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
     """Our backend (None: use ``stock``), and why it cannot correct keys ("" if it can or was not tried)."""

@@ -96,8 +96,8 @@ class Containment:
             return
         self._ended = True
         try:
-            told = "reasoncache: disabled until the server is started again: %s"
-            logger.error(told, reason)
+            message = "reasoncache: disabled until the server is started again: %s"
+            logger.error(message, reason)
             self._disable(reason)
         except Exception:
             logger.exception("reasoncache: disabled, but not everything of it ended")

@@ -102,16 +102,16 @@ class Controller:
         return self.containment if self.ranks.alone else nullcontext()
 
     def on_all(self, work: Callable[[], Any]) -> Any:
-        found = None
+        result = None
 
         def ask() -> None:
-            nonlocal found
+            nonlocal result
             made = work()
-            found = made if self.ranks.least(int(made is not None)) else None
+            result = made if self.ranks.least(int(made is not None)) else None
 
         if self.report.disabled is None:
             self.containment.together(ask)
-        return found
+        return result
 
     @property
     def evicts_prompts(self) -> bool:

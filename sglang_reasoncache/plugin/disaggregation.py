@@ -39,7 +39,7 @@ class PreallocAdmission:
     def __init__(self, controller: Admits) -> None:
         self._controller = controller
         self._promise = NOTHING_PROMISED
-        self._asked_at = -1
+        self._promised_at = -1
         # How many slots of the ledger are worth more than the reserve for output.
         self._surplus = 0
         # How many slots the request that is checked next must have at once. None: SGLang did not say.
@@ -129,7 +129,7 @@ class PreallocAdmission:
                 free = allocator.free_size()
                 allocator.reclaim_to(free + min(lacking, MOST_AT_ONCE), evicts=False)
                 freed = counted() - there
-                self._asked_at = -1
+                self._promised_at = -1
             added = short if freed >= lacking else freed
             full_allocatable_tokens += added
             self._surplus -= min(added, self._surplus)
@@ -148,8 +148,8 @@ class PreallocAdmission:
         """What admission may count on, asked once after each decode step. Nothing while a retraction could end
         a request, because SGLang then has no room for a copy of it, and where SGLang's own reserve is all that
         keeps slots in the window pool."""
-        if self._asked_at != self._controller.steps:
-            self._asked_at = self._controller.steps
+        if self._promised_at != self._controller.steps:
+            self._promised_at = self._controller.steps
             self._promise = self._controller.promise()
         can = _has_room_for_copies(queue) and not _overlooks_windows(queue)
         return self._promise if can else NOTHING_PROMISED

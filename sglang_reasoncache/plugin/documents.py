@@ -161,8 +161,8 @@ async def _behind_documents(
     aborts ``obj`` meanwhile, the prefills end, and ``obj`` gets SGLang's answer to an aborted request."""
     prompt = obj.input_ids
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
-        told = "needs a single prompt, as input_ids or as messages"
-        raise ValueError(f"custom_params: {marks.KEY} {told}")
+        message = "needs a single prompt, as input_ids or as messages"
+        raise ValueError(f"custom_params: {marks.KEY} {message}")
     config = config_of(manager.server_args)
     custom = obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
@@ -236,8 +236,8 @@ async def _prefill(
 def _verified_length(manager: Any, obj: Any, prompt: Sequence[int]) -> int:
     """Number of tokens of ``prompt``, after truncation if SGLang is set to truncate. Raises ValueError for a
     request that SGLang would refuse, so that none of its documents is prefilled."""
-    asked = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
-    sampling = manager.sampling_params_class(**asked)
+    options = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
+    sampling = manager.sampling_params_class(**options)
     sampling.normalize(manager.tokenizer)
     sampling.verify(manager.model_config.vocab_size)
     alike = copy.copy(obj)
@@ -253,12 +253,12 @@ async def _composes(manager: Any) -> bool:
     if known is None:
         # Start the loop that receives answers, because this may be the server's first request.
         manager.auto_create_handle_loop()
-        asked = manager.get_internal_state_communicator(compat.GetInternalStateReq())
+        answers = manager.get_internal_state_communicator(compat.GetInternalStateReq())
         # Shielded: if an aborted request stopped asking, the answer could reach whoever asks next.
-        states = await asyncio.shield(asked)
-        told = [state.internal_state.get("reasoncache") or {} for state in states]
-        known = all(state.get("documents_off", "") is None for state in told)
-        if all("documents_off" in state for state in told):
+        states = await asyncio.shield(answers)
+        entries = [state.internal_state.get("reasoncache") or {} for state in states]
+        known = all(state.get("documents_off", "") is None for state in entries)
+        if all("documents_off" in state for state in entries):
             setattr(manager, COMPOSES, known)
     return known
 
@@ -273,8 +273,8 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
     alike = ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority")
     for name in (*alike, "stream", "background"):
         setattr(made, name, getattr(obj, name))
-    own = isinstance(obj.rid, str) and len(obj.rid) <= _LONGEST_ID
-    if own and not obj.rid.startswith(compat.HEALTH_CHECK_RID_PREFIX):
+    has_short_id = isinstance(obj.rid, str) and len(obj.rid) <= _LONGEST_ID
+    if has_short_id and not obj.rid.startswith(compat.HEALTH_CHECK_RID_PREFIX):
         # An abort of ``obj`` in another process that serves HTTP reaches the schedulers only. They abort all
         # requests whose id begins with the aborted id.
         made.rid = f"{obj.rid}-{uuid.uuid4().hex}"
@@ -288,41 +288,41 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     tokens. Raises ValueError for wrong numbers, and if a marked message has no span in the prompt."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
-    asked = custom.get(marks.KEY)
+    marked = custom.get(marks.KEY)
     messages = request.messages
-    if asked == "messages":
-        asked = list(range(1, len(messages) - 1))
-    if not isinstance(asked, list) or any(type(number) is not int for number in asked):
+    if marked == "messages":
+        marked = list(range(1, len(messages) - 1))
+    if not isinstance(marked, list) or any(type(number) is not int for number in marked):
         # There are no marks, or the marks are spans already. ``documents_of`` refuses wrong spans later.
         return
     wrong = f"custom_params: {marks.KEY} must be"
     numbers = f"{wrong} 'messages' or numbers of 1 to {marks.MOST} messages that follow one another"
-    if not 1 <= len(asked) <= marks.MOST or asked != list(range(asked[0], asked[0] + len(asked))):
-        raise ValueError(f"{numbers}, got {asked!r:.80}")
-    if not asked[0] >= 0 or asked[-1] >= len(messages) - 1:
-        raise ValueError(f"{wrong} before the last of {len(messages)} messages, got {asked!r:.80}")
-    base = _tokens(serving, request, messages[: asked[0]])
-    marks.check_before(len(base), len(asked))
+    if not 1 <= len(marked) <= marks.MOST or marked != [*range(marked[0], marked[0] + len(marked))]:
+        raise ValueError(f"{numbers}, got {marked!r:.80}")
+    if not marked[0] >= 0 or marked[-1] >= len(messages) - 1:
+        raise ValueError(f"{wrong} before the last of {len(messages)} messages, got {marked!r:.80}")
+    base = _tokens(serving, request, messages[: marked[0]])
+    marks.check_before(len(base), len(marked))
     spans = list[list[int]]()
     prompt = adapted.input_ids or []
     end = len(base)
-    told = f"{wrong} token spans of input_ids here: the chat template writes"
+    refusal = f"{wrong} token spans of input_ids here: the chat template writes"
     if base != prompt[: len(base)]:
-        raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")
-    for number in asked:
+        raise ValueError(f"{refusal} what is before messages[{marked[0]}] in another way behind it")
+    for number in marked:
         start = end
         # Render the message directly behind the base, as it will be prefilled. If its tokens differ from the
         # prompt's, render it behind all earlier messages: the template may need those.
-        for before, count in ((messages[: asked[0]], len(base)), (messages[:number], start)):
+        for before, count in ((messages[: marked[0]], len(base)), (messages[:number], start)):
             with contextlib.suppress(Exception):
-                marks.check_before(count, len(asked))
+                marks.check_before(count, len(marked))
                 tokens = _tokens(serving, request, [*before, messages[number]])
                 last = start + len(tokens) - count
                 if tokens == prompt[:count] + prompt[start:last]:
                     end = last
                     break
         if end <= start:
-            raise ValueError(f"{told} messages[{number}] in another way behind others")
+            raise ValueError(f"{refusal} messages[{number}] in another way behind others")
         spans.append([start, end])
     adapted.sampling_params["custom_params"] = {**custom, marks.KEY: spans}
 

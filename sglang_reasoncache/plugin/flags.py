@@ -146,15 +146,15 @@ def engine_server_args(**kwargs: Any) -> Any:
     """Make the ServerArgs of ``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``. Each setting
     is a keyword, or a key of a mapping that is given as ``enable_reasoncache``. ``reasoncache_set`` takes the
     same text as ``--reasoncache-set``."""
-    asked = kwargs.pop(ENABLE, None)
-    is_mapping = isinstance(asked, Mapping)
-    given = dict(asked) if is_mapping else {}
+    enable = kwargs.pop(ENABLE, None)
+    is_mapping = isinstance(enable, Mapping)
+    given = dict(enable) if is_mapping else {}
     text = kwargs.pop(_SET, None)
     given |= {} if text is None else parse_settings(text)
     for name in [name for name in kwargs if name.startswith(_PREFIX)]:
         given[name.removeprefix(_PREFIX)] = kwargs.pop(name)
-    server_args = attach(compat.ServerArgs(**kwargs), is_mapping or bool(asked), given)
-    if asked is False:
+    server_args = attach(compat.ServerArgs(**kwargs), is_mapping or bool(enable), given)
+    if enable is False:
         # Not even ``WORDS_ENV`` switches it on.
         setattr(server_args, CONFIG, None)
     return server_args

@@ -86,9 +86,11 @@ def _around_meta_info(
     mine = customized_info.get(OPT_OUT_KEY)
     others = {key: each for key, each in customized_info.items() if key != OPT_OUT_KEY}
     stock(manager, meta_info, state, others, index, finish_reason)
-    told = None if mine is None else next((each for each in mine[index] if each is not None), None)
-    if told is not None:
-        meta_info[OPT_OUT_KEY] = told
+    record = (
+        None if mine is None else next((each for each in mine[index] if each is not None), None)
+    )
+    if record is not None:
+        meta_info[OPT_OUT_KEY] = record
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
@@ -317,13 +319,13 @@ def _after_decode_log_parts(
     return [*result, owner.log_part()]
 
 
-def _around_internal_state(stock: Callable[..., Any], owner: Any, asked: Any) -> Any:
+def _around_internal_state(stock: Callable[..., Any], owner: Any, request: Any) -> Any:
     """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. If only our entry is
     requested, leave out SGLang's entries, which take the scheduler three milliseconds to collect."""
     ours: Any = _unshared or (_server and _server.controller)
-    path = asked.rid or ""
+    path = request.rid or ""
     if ours is None or not path.startswith(routes.TOTALS):
-        result = stock(owner, asked)
+        result = stock(owner, request)
     else:
         result = compat.GetInternalStateReqOutput(internal_state={})
     if ours is not None:

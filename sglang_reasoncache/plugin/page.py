@@ -38,19 +38,19 @@ def _numbers(ids: Sequence[int]) -> str:
     return "".join(f"{token} " for token in ids)
 
 
-async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
-    """Cut a response (``found``, from ``Report.response``) into runs of tokens, each with its ``text``. A run's
+async def parts_of(response: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """Cut a ``response`` (from ``Report.response``) into runs of tokens, each with its ``text``. A run's
     ``start`` and ``end`` are positions in prompt plus output. Position ``start + i`` reads the slot of position
     ``source + i`` of request ``rid``. ``source`` is null if the run reads no other position's slots. ``rid`` is
     null if the source is in this request. Runs are also cut where the source of another run begins or ends.
     ``tokenizer``: None with ``--skip-tokenizer-init``; texts are then the numbers of the tokens."""
     decode = _numbers if tokenizer is None else tokenizer.decode
-    ids = found["output_ids"]
-    first = found["prompt_tokens"]
+    ids = response["output_ids"]
+    first = response["prompt_tokens"]
     # Position -> the position that it reads, and the index of that position's request if it is another one.
     source = {
         dst + at: (src + at, *of)
-        for _, dst, src, length, *of in (*found["blocks"], *found["blocks_across"])
+        for _, dst, src, length, *of in (*response["blocks"], *response["blocks_across"])
         for at in range(length)
     }
     end = first + len(ids)
@@ -74,6 +74,6 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
         text = decode(ids[before : stop - first])
         text = text[len(decode(ids[before:begin])) :]
         read, *of = source.get(start, (None,))
-        rid = found["sources"][of[0]] if of else None
+        rid = response["sources"][of[0]] if of else None
         parts.append(dict(text=text, start=start, end=stop, source=read, rid=rid))
     return parts

@@ -95,13 +95,13 @@ def of_policy(policy: str, reason: str) -> ValueError:
 
 def check(args: ServerArgs) -> None:
     """Raises ValueError if flags exclude this plugin, and names all of them. ``args``: raw ``ServerArgs``."""
-    found = [*_found(args, CONFLICTS), *_in_pd(args)]
+    conflicts = [*_conflicting(args, CONFLICTS), *_in_pd(args)]
     algorithm = compat.speculation(args)
     if algorithm is not None:
-        found += _in_speculation(args, algorithm, args.page_size or 1)
+        conflicts += _in_speculation(args, algorithm, args.page_size or 1)
     if _is_set(_RUST_SERVER):
-        found.append(f"{_RUST_SERVER} ({_NO_HOOKS})")
-    refuse("--enable-reasoncache", found)
+        conflicts.append(f"{_RUST_SERVER} ({_NO_HOOKS})")
+    refuse("--enable-reasoncache", conflicts)
     check_page_size(args.page_size or 1)
 
 
@@ -116,7 +116,7 @@ def _in_pd(args: ServerArgs) -> list[str]:
     host = "--disaggregation-decode-host-receive-threshold below 1"
     receives = args.disaggregation_decode_host_receive_threshold < 1
     why = "prompts would reach the host before the pool"
-    return [*_found(args, DECODE_CONFLICTS), *([f"{host} ({why})"] * receives)]
+    return [*_conflicting(args, DECODE_CONFLICTS), *([f"{host} ({why})"] * receives)]
 
 
 def has_draft_model(args: ServerArgs) -> bool:
@@ -127,34 +127,36 @@ def has_draft_model(args: ServerArgs) -> bool:
 
 def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[str]:
     """The flags of a server that speculates by ``algorithm`` and exclude this plugin, with reasons."""
-    found = _found(args, SPECULATION_CONFLICTS)
+    conflicts = _conflicting(args, SPECULATION_CONFLICTS)
     if algorithm.upper() not in SPECULATION:
         supported = ", ".join(SPECULATION)
-        found.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")
+        conflicts.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")
     if args.moe_a2a_backend in models.DECODES_AS_PREFILLS:
-        found.append(f"--moe-a2a-backend {args.moe_a2a_backend} with speculation (untested)")
+        conflicts.append(f"--moe-a2a-backend {args.moe_a2a_backend} with speculation (untested)")
     if page_size > 1 and (args.speculative_eagle_topk or 1) > 1:
-        found.append(
+        conflicts.append(
             f"--page-size {page_size} with trees of drafted tokens (only chains are tested)"
         )
     draft_backend = args.speculative_draft_attention_backend
     if page_size > 1 and draft_backend not in (None, compat.CPU_BACKEND, *compat.SLOT_BACKENDS):
-        found.append(
+        conflicts.append(
             f"--speculative-draft-attention-backend {draft_backend} at page size {page_size} (only "
             f"{', '.join(compat.SLOT_BACKENDS)} look up single slots)"
         )
     if has_draft_model(args) and (args.speculative_eagle_topk or 1) > 1:
         topk = f"--speculative-eagle-topk {args.speculative_eagle_topk}"
-        found.append(f"{topk} (only chains, 1, are tested)")
+        conflicts.append(f"{topk} (only chains, 1, are tested)")
     if (args.speculative_num_draft_tokens or 0) > verification.MOST:
         drafted = f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens}"
-        found.append(f"{drafted} (at most {verification.MOST})")
+        conflicts.append(f"{drafted} (at most {verification.MOST})")
     if args.disaggregation_mode == "decode" and algorithm.upper() not in PD_SPECULATION:
         drafts = f"--speculative-algorithm {algorithm} with --disaggregation-mode decode"
-        found.append(f"{drafts} (SGLang hands over what {', '.join(PD_SPECULATION)} need)")
+        conflicts.append(f"{drafts} (SGLang hands over what {', '.join(PD_SPECULATION)} need)")
     if _is_set("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
-        found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM (plans of our kernels are in the graph)")
-    return found
+        conflicts.append(
+            "SGLANG_ENABLE_OVERLAP_PLAN_STREAM (plans of our kernels are in the graph)"
+        )
+    return conflicts
 
 
 def check_speculation(
@@ -164,20 +166,20 @@ def check_speculation(
     may choose another ``algorithm`` or ``page_size`` for a model than the operator did.
 
     ``has_windows``: whether the model has sliding windows."""
-    found = _in_speculation(compat.resolving_view(args), algorithm, page_size)
+    conflicts = _in_speculation(compat.resolving_view(args), algorithm, page_size)
     if has_windows:
-        found.append("--speculative-algorithm for a model with sliding windows (untested)")
-    refuse("--enable-reasoncache", found)
+        conflicts.append("--speculative-algorithm for a model with sliding windows (untested)")
+    refuse("--enable-reasoncache", conflicts)
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
     """The flags and variables in use that exclude corrected keys on CUDA, with reasons. SGLang may set some."""
-    found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
+    flags = _conflicting(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
-    return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
+    return [*flags, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
 
 
-def _found(args: ServerArgs, conflicts: Mapping[str, str]) -> list[str]:
+def _conflicting(args: ServerArgs, conflicts: Mapping[str, str]) -> list[str]:
     given = {field: getattr(args, field, None) for field in conflicts}
     return [
         f"{_option(field)} ({conflicts[field]})"
@@ -190,10 +192,10 @@ def _option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def refuse(subject: str, found: list[str]) -> None:
-    """Raises ValueError if ``found`` lists anything that ``subject`` excludes. The message names both."""
-    if found:
-        raise ValueError(f"{subject} cannot be combined with: {'; '.join(found)}")
+def refuse(subject: str, conflicts: list[str]) -> None:
+    """Raises ValueError if ``conflicts`` lists anything that ``subject`` excludes. The message names both."""
+    if conflicts:
+        raise ValueError(f"{subject} cannot be combined with: {'; '.join(conflicts)}")
 
 
 def other_attention(args: ServerArgs) -> list[str]:
@@ -246,8 +248,8 @@ def check_deterministic(config: ReasonCacheConfig, args: ServerArgs) -> None:
         "--enable-deterministic-inference": args.enable_deterministic_inference,
         "--rl-on-policy-target": args.rl_on_policy_target is not None,
     }
-    found = [f"{flag} ({why})" for flag, is_given in given.items() if is_given]
-    refuse(f"{flag_of('positions')} as-cached", found)
+    conflicts = [f"{flag} ({why})" for flag, is_given in given.items() if is_given]
+    refuse(f"{flag_of('positions')} as-cached", conflicts)
 
 
 def check_page_size(page_size: int) -> None:

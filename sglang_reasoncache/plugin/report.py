@@ -184,24 +184,24 @@ class Report:
         read or hold others' KV, in ``meta_info`` under :data:`OPT_OUT_KEY`; see docs/rollouts.md."""
         said = len(req.output_ids_through_stop)
         if said and asked_by(req).record:
-            told = {
+            entry = {
                 "continued": getattr(req, CONTINUED, None),
                 **_what_was_read(record or RequestRecord(), None),
             }
             # SGLang sends one entry for each output token, the last with the end of the response.
-            mine = {OPT_OUT_KEY: [*[None] * (said - 1), told]}
+            mine = {OPT_OUT_KEY: [*[None] * (said - 1), entry]}
             req.customized_info = {**(req.customized_info or {}), **mine}
 
     def response(self, rid: str) -> dict[str, Any] | None:
         """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None. Of requests with
         equal ids the newest is told."""
         name = rid[:MOST_OF_ID]
-        told = (
+        matches = (
             entry | {"output_ids": list(ids)}
             for entry, ids in reversed(self.kept)
             if entry["rid"] == name
         )
-        return next(told, None)
+        return next(matches, None)
 
     def clear(self) -> None:
         """Forget finished requests."""
@@ -228,7 +228,7 @@ class Report:
         self._count_selected()
         recent = [*self.recent] if details else []
         if not blocks:
-            recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]
+            recent = [{k: v for k, v in entry.items() if k not in _OF_BLOCKS} for entry in recent]
         return {
             "dp_rank": self.dp_rank,
             "disabled": self.disabled,

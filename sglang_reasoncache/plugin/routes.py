@@ -82,15 +82,15 @@ async def _response(rid: str) -> dict[str, Any]:
     """JSON of a finished response. ``parts``: see ``page.parts_of``; null if no scheduler keeps a copy."""
     from sglang_reasoncache.plugin import page
 
-    found = next(filter(None, await _schedulers(f"{RESPONSE}/{rid}")), None)
+    entry = next(filter(None, await _schedulers(f"{RESPONSE}/{rid}")), None)
     tokenizer = compat.http_global_state().tokenizer_manager.tokenizer
-    return {"rid": rid, "parts": None if found is None else await page.parts_of(found, tokenizer)}
+    return {"rid": rid, "parts": None if entry is None else await page.parts_of(entry, tokenizer)}
 
 
 async def _schedulers(path: str) -> list[Any]:
     """Ask every scheduler for our entry in its internal state, as ``/server_info`` asks for that state."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
-    asked = compat.GetInternalStateReq(rid=path)
-    answers = await manager.get_internal_state_communicator(asked)
-    return [found.internal_state.get("reasoncache") for found in answers]
+    request = compat.GetInternalStateReq(rid=path)
+    answers = await manager.get_internal_state_communicator(request)
+    return [answer.internal_state.get("reasoncache") for answer in answers]

@@ -87,11 +87,11 @@ class ServerParts:
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
         backend, self._attention = attention.attention_backend(
-            model_runner, self._asked(model_runner), name, stock, self._cached
+            model_runner, self._settings(model_runner), name, stock, self._cached
         )
         return backend
 
-    def _asked(self, model_runner: ModelRunner) -> ReasonCacheConfig:
+    def _settings(self, model_runner: ModelRunner) -> ReasonCacheConfig:
         """The operator's settings, but keys are read as cached if the model does not rotate its keys: they need
         no correction."""
         if rotations.is_without_positions(model_runner.model):
@@ -128,7 +128,7 @@ class ServerParts:
                 ),
             )
         config, uncorrected = attention.resolve_positions(
-            self._asked(runner), self._attention, runner
+            self._settings(runner), self._attention, runner
         )
         attention.check_policies(config, self._attention, runner)
         if config.shares and page > 1:
@@ -185,8 +185,8 @@ class ServerParts:
         nothing, and, with a line in the log, where more than KV, states and windows is needed. A draft model's
         KV is copied, too."""
         config = resolved.config
-        asked = config.host_swap_gb
-        if asked == 0 or not resolved.learns:
+        limit = config.host_swap_gb
+        if limit == 0 or not resolved.learns:
             return None
         drafts = {
             "a draft model's KV was not found": refusals.has_draft_model(args)
@@ -206,14 +206,14 @@ class ServerParts:
             or self._reads_as_cached(config)
         )
         if reason is not None:
-            level = logging.INFO if asked is None else logging.WARNING
+            level = logging.INFO if limit is None else logging.WARNING
             logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)
             return None
-        if asked is None:
+        if limit is None:
             schedulers = max(args.tp_size * args.pp_size * args.dp_size // args.nnodes, 1)
             size = int(_DEFAULT_SWAP * free_host_memory()) // schedulers
         else:
-            size = int(asked * 2**30)
+            size = int(limit * 2**30)
         logger.info(
             "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
         )

@@ -257,15 +257,15 @@ class BlockPipeline:
                 blocks.append(self._block(req, candidate, source))
         return blocks
 
-    def _whole(self, req: Request, found: Run, member: int | None = None) -> list[tuple[Run, ...]]:
+    def _whole(self, req: Request, block: Run, member: int | None = None) -> list[tuple[Run, ...]]:
         """What may share now that the filter found a block: at page size 1 the block, else the pages that it
         completes. ``member``: see :meth:`Records.source`; None if the source is in the same response."""
         if self._page == 1:
-            return [(found,)]
+            return [(block,)]
         record = known_record(req)
         if record.pages is None:
             record.pages = Pages(self._page)
-        return record.pages.add(found, member)
+        return record.pages.add(block, member)
 
     def _block(self, req: Request, candidate: Candidate, lender: Request) -> BlockProposal:
         """A proposal that refers to the current rows of both requests."""

@@ -125,10 +125,10 @@ class SharingStats:
     def to_dict(self) -> dict[str, Any]:
         """The totals as JSON, with ratios and means instead of sums; see docs/evaluation.md."""
         affected = self.finished_redirected + self.finished_evicted
-        own = {name: value for name, value in vars(self).items() if not name.startswith("sum_")}
-        del own["eviction"]
+        totals = {name: value for name, value in vars(self).items() if not name.startswith("sum_")}
+        del totals["eviction"]
         return {
-            **own,
+            **totals,
             **vars(self.eviction),
             "refusals": dict(self.refusals),
             "memory_saving_ratio": self.memory_saving_ratio,

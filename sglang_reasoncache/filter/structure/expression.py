@@ -33,7 +33,7 @@ def read(text: str, limits: Limits, in_code: bool) -> Tuple | None:
     """The formal content of a step; None for prose. Raises OverBound if a bound is exceeded."""
     if len(text) > limits.max_chars:
         raise OverBound("max_chars")
-    found: list[Basic] = []
+    content: list[Basic] = []
     num_nodes = 0
     for kind, part in regions(f"```\n{text}" if in_code else text):
         # Code is split into words, signs, and line breaks together with the indentation that follows.
@@ -42,9 +42,9 @@ def read(text: str, limits: Limits, in_code: bool) -> Tuple | None:
         num_nodes += len(words) + len(tokens)
         if num_nodes > limits.max_nodes:
             raise OverBound("max_nodes")
-        found += [written("code", *map(Symbol, words))] if words else []
-        found += Parser(tokens, limits.max_depth, kind == "latex").parse()
-    return Tuple(*found) if found else None
+        content += [written("code", *map(Symbol, words))] if words else []
+        content += Parser(tokens, limits.max_depth, kind == "latex").parse()
+    return Tuple(*content) if content else None
 
 
 class Parser:
@@ -59,14 +59,14 @@ class Parser:
 
     def parse(self) -> list[Basic]:
         """Parse expressions up to a closing bracket. Raises OverBound if they are nested too deeply."""
-        found: list[Basic] = []
+        expressions: list[Basic] = []
         while (kind := self._left[-1][0]) != "close":
             if kind == "separator":
                 self._left.pop()
             else:
-                found.append(self._chain(1))
+                expressions.append(self._chain(1))
         self._closed = self._left.pop()[1]
-        return found
+        return expressions
 
     def _level_ahead(self) -> int:
         """Binding strength of the next operator, or 0 if the expression ends."""
