@@ -4,17 +4,19 @@
 Vocabularies store tokens in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``, ``##``), and a token's
 text may depend on its neighbours. This module first takes each token's bytes from XGrammar, joins them for a
 few hundred sequences, and compares these texts with the tokenizer's ``decode``. If XGrammar fails or any text
-differs, the module also gets each token's bytes from ``decode``, and keeps whichever of the two differs less.
+differs, the module also asks the library inside the tokenizer (tiktoken, mistral-common), then ``decode``, for
+each token's bytes, and keeps what differs least. An id that cannot be decoded has no bytes.
 
 Joined bytes may differ from ``decode`` in three ways that do not matter for steps: the space that some
 tokenizers leave out at the start of a text, ``clean_up_tokenization_spaces`` across tokens (``do n't``), and
 the number of U+FFFD in place of bytes that are not UTF-8.
 """
 
+import contextlib
 import logging
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ _UNDECODABLE = re.compile("\ufffd+")
 
 class Vocabulary:
     """The bytes of each token id. A text is the concatenation of its tokens' bytes. ``pieces``: bytes of
-    the tokens 0, 1, 2, ...; empty for an id without a token."""
+    the tokens 0, 1, 2, ...; empty for an id without a token. Without any pieces no text is known."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         # XGrammar has its own bytes class, and unpickling it would import torch in the filter process.
@@ -51,31 +53,33 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     150 000 tokens takes one second, or two if they must also be read through ``decode``.
 
     Raises:
-        ValueError: The object cannot encode or decode a text, or both ways of reading its tokens fail.
+        ValueError: The object decodes no text, or all ways of reading its tokens fail.
     """
     kind = type(tokenizer).__name__
     try:
         size = _size(tokenizer)
-        sequences, num_texts = _sequences(tokenizer, size)
-        decoded = [_comparable(_decode(tokenizer, ids)) for ids in sequences]
+        texts = _decoded(tokenizer, _texts(tokenizer))
+        others = _decoded(tokenizer, _drawn(tokenizer, size))
     except Exception as error:
         # The code of a custom tokenizer may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
+    if not texts and not others:
+        raise ValueError(f"cannot read the tokens of {kind}: its decode fails")
     # For each way of reading: how many (sample texts, sequences in all) differ, its name, its vocabulary.
     readings: list[tuple[tuple[int, int], str, Vocabulary]] = []
-    for route in (_by_bytes, _by_context):
+    for route in (_by_bytes, _by_library, _by_context):
         try:
             vocabulary = Vocabulary(route(tokenizer, size))
         except Exception as error:
             logger.debug("reasoncache: %s of %s: %s", route.__name__, kind, error)
             continue
-        texts = (_comparable(vocabulary.text(ids)) for ids in sequences)
-        wrong = [i for i, text in enumerate(texts) if text != decoded[i]]
-        # The sample texts count first, because no model writes ids in random order.
-        readings.append(
-            ((sum(i < num_texts for i in wrong), len(wrong)), route.__name__, vocabulary)
+        wrong_texts, wrong_others = (
+            sum(_comparable(vocabulary.text(ids)) != text for ids, text in sequences)
+            for sequences in (texts, others)
         )
-        if not wrong:
+        # The sample texts count first, because no model writes ids in random order.
+        readings.append(((wrong_texts, wrong_texts + wrong_others), route.__name__, vocabulary))
+        if not wrong_texts + wrong_others:
             break
     if not readings:
         raise ValueError(f"cannot read the tokens of {kind}")
@@ -87,26 +91,55 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         kind,
         name.strip("_").replace("_", " "),
         total,
-        len(sequences),
+        len(texts) + len(others),
     )
     return vocabulary
 
 
 def _size(tokenizer: Any) -> int:
     """The largest id plus 1, added tokens included."""
-    ids = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
-    return max((*ids, -1, len(tokenizer) - 1 if hasattr(tokenizer, "__len__") else -1)) + 1
+    size = _largest(
+        lambda: max(tokenizer.get_vocab().values()) + 1, lambda: len(tokenizer)
+    ) or _largest(lambda: tokenizer.vocab_size, lambda: tokenizer.n_vocab)
+    if size < 1:
+        raise ValueError("it does not tell how many there are")
+    return size
 
 
-def _sequences(tokenizer: Any, size: int) -> tuple[list[list[int]], int]:
-    """Token sequences to decode for the comparison, sample texts first, and the number of sample texts."""
-    texts = [list(tokenizer.encode(text, add_special_tokens=False)) for text in _SAMPLES]
+def _largest(*ways: Callable[[], Any]) -> int:
+    """The largest size that one of ``ways`` tells. 0 if none does."""
+    sizes = [0]
+    for way in ways:
+        with contextlib.suppress(Exception):
+            sizes.append(int(way()))
+    return max(sizes)
+
+
+def _texts(tokenizer: Any) -> list[list[int]]:
+    """The sample texts as tokens, those that can be encoded."""
+    texts = []
+    for text in _SAMPLES:
+        with contextlib.suppress(Exception):
+            texts.append(list(tokenizer.encode(text, add_special_tokens=False)))
+    return texts
+
+
+def _drawn(tokenizer: Any, size: int) -> list[list[int]]:
+    """Random token sequences to decode for the comparison."""
     rng = random.Random(size)
     drawn = [[rng.randrange(size) for _ in range(_RANDOM_LENGTH)] for _ in range(_NUM_RANDOM)]
     # Added tokens are few but matter, because the markers of reasoning are among them.
     added = sorted(_added(tokenizer))[:_NUM_RANDOM]
-    drawn += [[rng.randrange(size), i, rng.randrange(size)] for i in added]
-    return texts + drawn, len(texts)
+    return drawn + [[rng.randrange(size), i, rng.randrange(size)] for i in added]
+
+
+def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[tuple[list[int], str]]:
+    """Those of ``sequences`` that can be decoded, each with its text for the comparison."""
+    pairs = []
+    for ids in sequences:
+        with contextlib.suppress(Exception):
+            pairs.append((ids, _comparable(_decode(tokenizer, ids))))
+    return pairs
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -120,8 +153,15 @@ def _comparable(text: str) -> str:
 
 def _added(tokenizer: Any) -> dict[int, str]:
     """The text of each added or special token, by id. Unlike other tokens, these are stored as plain text."""
-    entries = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return {int(i): str(getattr(token, "content", token)) for i, token in entries.items()}
+    with contextlib.suppress(Exception):
+        entries = tokenizer.added_tokens_decoder.items()
+        return {int(i): str(getattr(token, "content", token)) for i, token in entries}
+    # mistral-common has special tokens only, and its attribute of that name is a method that raises.
+    special = {}
+    for i in getattr(tokenizer, "all_special_ids", ()):
+        with contextlib.suppress(Exception):
+            special[int(i)] = _decode(tokenizer, [i])
+    return special
 
 
 def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
@@ -130,11 +170,32 @@ def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
 
     stop = [getattr(tokenizer, "eos_token_id", None) or 0]
     info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=stop)
-    pieces = info.decoded_vocab
+    return _with_added(tokenizer, info.decoded_vocab)
+
+
+def _by_library(tokenizer: Any, size: int) -> list[bytes]:
+    """The exact bytes of each token, from the library that the tokenizer wraps: tiktoken or mistral-common."""
+    inner = tokenizer.tokenizer
+    if hasattr(inner, "instruct_tokenizer"):
+        bytes_of = inner.instruct_tokenizer.tokenizer.id_to_byte_piece
+    else:
+        bytes_of = inner.decode_single_token_bytes
+    return _with_added(tokenizer, [_or_nothing(bytes_of, i) for i in range(size)])
+
+
+def _with_added(tokenizer: Any, pieces: list[bytes]) -> list[bytes]:
     for i, content in _added(tokenizer).items():
-        if i < size:
+        if i < len(pieces):
             pieces[i] = content.encode("utf-8", errors="replace")
     return pieces
+
+
+def _or_nothing(bytes_of: Callable[[int], bytes], i: int) -> bytes:
+    """The bytes of the token ``i``; empty if it cannot be decoded, such as an id in a gap of the vocabulary."""
+    try:
+        return bytes_of(i)
+    except Exception:
+        return b""
 
 
 def _by_context(tokenizer: Any, size: int) -> list[bytes]:
@@ -146,8 +207,10 @@ def _by_context(tokenizer: Any, size: int) -> list[bytes]:
     )
     anchor = next(i for i in words if _decode(tokenizer, [i]).strip().isalnum())
     before = _decode(tokenizer, [anchor])
-    texts = (_decode(tokenizer, [anchor, i]) for i in range(size))
-    return [
-        (text[len(before) :] if text.startswith(before) else _decode(tokenizer, [i])).encode()
-        for i, text in enumerate(texts)
-    ]
+
+    def bytes_of(i: int) -> bytes:
+        text = _decode(tokenizer, [anchor, i])
+        text = text[len(before) :] if text.startswith(before) else _decode(tokenizer, [i])
+        return text.encode()
+
+    return [_or_nothing(bytes_of, i) for i in range(size)]
