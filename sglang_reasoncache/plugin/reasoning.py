@@ -27,14 +27,14 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
         if start is None or end is None:
             both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
             raise ValueError(f"{both} are not single tokens here")
+        others = getattr(detector, "request_selectable_think_end_tokens", ())
+        others = (*others, getattr(detector, "tool_start_token", None))
+        more = {_single(tokenizer, text) for text in others if text}
     except Exception as error:
         # A detector may raise any exception. SGLang itself refuses parsers that it cannot use.
         why = f"--reasoning-parser {parser} cannot be followed ({error})"
         logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None
-    others = getattr(detector, "request_selectable_think_end_tokens", ())
-    others = (*others, getattr(detector, "tool_start_token", None))
-    more = {_single(tokenizer, text) for text in others if text}
     ends = frozenset({end} | {token for token in more if token is not None})
     markers = ReasoningMarkers(frozenset({start}), ends, bool(detector.force_reasoning))
     logger.info("reasoncache: reasoning as of --reasoning-parser %s, %s", parser, markers)
@@ -45,6 +45,11 @@ def _single(tokenizer: Any, text: str, ids: list[int] | None = None) -> int | No
     """The token id of the marker ``text``. None if the tokenizer splits the marker or does not know it."""
     if ids is None:
         ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1 and hasattr(tokenizer, "convert_tokens_to_ids"):
+        # mistral-common never encodes special tokens from text. For a text that is no token, this is another
+        # token, such as the unknown one, or None.
+        one = tokenizer.convert_tokens_to_ids(text)
+        ids = [] if one is None else [one]
     if len(ids) != 1 or str(tokenizer.decode(list(ids))).strip() != text.strip():
         return None
     return int(ids[0])

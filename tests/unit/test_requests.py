@@ -5,6 +5,8 @@ tokens mark the start and end of reasoning (such as ``<think>``) for SGLang's re
 import logging
 import re
 from array import array
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from sglang_reasoncache import compat, custom_params
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, Asked, asked_by, asked_of, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
+from tests.filter.other_tokenizers import tekken
 
 #: Whether the request may share (None: the values are refused) -> values of ``OPT_OUT_KEY``.
 SPELLINGS = {
@@ -112,6 +115,29 @@ def test_what_cannot_be_followed_is_said(parser: str, caplog: pytest.LogCaptureF
         assert reasoning_markers(parser, tokenizer) is None
     assert f"--reasoning-parser {parser}" in caplog.text
     assert "the whole response counts as reasoning" in caplog.text
+
+
+def test_markers_that_are_never_encoded_from_text(tmp_path: Path) -> None:
+    """As in mistral-common. A Mistral model that does not reason lacks the markers."""
+    for added, found in (
+        (("[THINK]", "[/THINK]"), ({19}, {20}, False)),
+        (("[THINK]",), None),
+        ((), None),
+    ):
+        tokenizer = tekken(tmp_path, added)
+        assert len(tokenizer.encode("[THINK]", add_special_tokens=False)) == 7
+        assert reasoning_markers("mistral", tokenizer) == found
+
+
+@pytest.mark.parametrize("one", [7, None, []], ids=str)
+def test_a_text_that_is_no_token_is_no_marker(one: object) -> None:
+    """What ``convert_tokens_to_ids`` returns for it differs between tokenizers."""
+    tokenizer = SimpleNamespace(
+        encode=lambda _text, **_: [1, 2],
+        convert_tokens_to_ids=lambda _text: one,
+        decode=lambda _token_ids: "<unk>",
+    )
+    assert reasoning_markers("qwen3", tokenizer) is None
 
 
 def test_a_long_base_before_many_documents_is_refused() -> None:
