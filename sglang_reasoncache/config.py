@@ -352,7 +352,8 @@ class ResolvedConfig:
             can do, ``percentile`` is 0 if nothing can be shared, and ``min_age`` is at least what the model's
             sliding windows need.
         page: Page size, in tokens.
-        uncorrected: Why keys cannot be rotated to the positions that read them, so that nothing is shared.
+        uncorrected: Why nothing is shared although the operator asked for it: most often because keys cannot be
+            rotated to the positions that read them.
         learns: Whether the operator's settings share or evict. If so, admission learns how much to reserve,
             even if ``uncorrected``.
     """

@@ -44,13 +44,15 @@ def classify(piece: bytes) -> int:
 
 
 class TokenClasses:
-    """Maps a token id to its bits. Shared by all requests. An id outside the vocabulary is blank."""
+    """Maps a token id to its bits. Shared by all requests. An id outside the vocabulary is blank, but all ids
+    are visible text if no token's text is known."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._flags = bytes(map(classify, vocabulary.pieces))
+        self._outside = BLANK if vocabulary.pieces else 0
 
     def __call__(self, token_id: int) -> int:
-        return self._flags[token_id] if 0 <= token_id < len(self._flags) else BLANK
+        return self._flags[token_id] if 0 <= token_id < len(self._flags) else self._outside
 
 
 class Segmenter:

@@ -47,8 +47,8 @@ GAUGES = {
     "filter_given_up": "1 when the process that compares steps failed too often or was ended: no "
     "further blocks are shared.",
     "disabled": "1 once something failed: no further blocks are shared, no positions evicted.",
-    "uncorrected": "1 if keys cannot be corrected or KV cannot be shared, so that nothing is shared from "
-    "the start on.",
+    "uncorrected": "1 if keys cannot be corrected, KV cannot be shared or steps cannot be read, so that "
+    "nothing is shared from the start on.",
 }
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -111,7 +111,7 @@ class Report:
         swap: Keeps the KV of retracted requests on the host. None if it is computed again.
         selection: Selects what decode steps read. None if they read everything.
         metrics: Prometheus series. None without ``--enable-metrics``.
-        uncorrected: Why keys cannot be rotated to positions that read them, so nothing is shared. Else None.
+        uncorrected: Why nothing is shared although the operator asked for it. Else None.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         disabled: The failure that ended sharing and evicting (``containment.py``); None if nothing failed.
         recent: The last finished requests, oldest first.

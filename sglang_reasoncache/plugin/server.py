@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.arguments import SET
 from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -30,7 +31,7 @@ from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers
-from sglang_reasoncache.filter.vocabulary import vocabulary_of
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.assemble import assemble, room_of
 from sglang_reasoncache.plugin.controller import Controller
@@ -42,6 +43,8 @@ from sglang_reasoncache.sharing.stats import SharingStats
 
 logger = logging.getLogger(__name__)
 
+#: The filter compares after so many tokens if blank lines are unknown. As long as steps often are.
+_STEP_WITHOUT_TEXT = 64
 #: The part of the free host memory that may keep the KV of retracted requests by default.
 _DEFAULT_SWAP = 0.1
 #: ``SharedRadixCache.most_pairs``: 200 new tokens behind 20,000 of latent rows; 1,000 behind 130,000 of a model
@@ -249,6 +252,9 @@ class ServerParts:
     def _controller(
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig
     ) -> Controller:
+        active = resolved.config.is_active
+        tokenizer = _tokenizer(context) if active else context.tp_worker.tokenizer
+        resolved, vocabulary = settle_vocabulary(resolved, tokenizer)
         config = resolved.config
         params = context.params
         args = context.server_args
@@ -275,7 +281,6 @@ class ServerParts:
             num_heads=self._heads(),
             ranks=ranks,
         )
-        tokenizer = _tokenizer(context) if config.is_active else context.tp_worker.tokenizer
         markers = _markers(args.reasoning_parser, tokenizer, config)
         swap = self._swap(tree, resolved, args)
         continues = self._continues(tree, config, args)
@@ -287,6 +292,7 @@ class ServerParts:
                 "host_swap_gb": swap is not None,
                 "aliased_nodes": continues,
                 "documents_off": documents_off is not None,
+                "vocabulary": vocabulary.pieces,
             },
         )
         controller = assemble(
@@ -304,7 +310,7 @@ class ServerParts:
                 stats=stats.eviction,
                 ranks=ranks,
             ),
-            process=(_filter(resolved, meter, markers, tokenizer) if config.shares else None),
+            process=(_filter(resolved, meter, markers, vocabulary) if config.shares else None),
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=forwards),
             swap=swap,
@@ -346,15 +352,19 @@ def _filter(
     resolved: ResolvedConfig,
     meter: BlockMeter,
     markers: ReasoningMarkers | None,
-    tokenizer: Any,
+    vocabulary: Vocabulary,
 ) -> FilterProcess:
     """Start the filter process, once the meter has compiled its kernels."""
     config = resolved.config
     page = resolved.page
     meter.warm_up(page if page > 1 else config.block)
+    settings = filter_config(config)
+    if not vocabulary.pieces:
+        most = min(config.max_step_tokens, _STEP_WITHOUT_TEXT)
+        settings = dataclasses.replace(settings, max_step_tokens=most)
     return FilterProcess(
-        filter_config(config),
-        vocabulary_of(tokenizer),
+        settings,
+        vocabulary,
         None if markers is None else markers[:2],
         config.max_pending,
     )
@@ -427,9 +437,42 @@ def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
         )
 
 
+def settle_vocabulary(
+    resolved: ResolvedConfig, tokenizer: Any
+) -> tuple[ResolvedConfig, Vocabulary]:
+    """The vocabulary of ``tokenizer``; without pieces if it cannot be read. The filter then finds equal runs by
+    token ids alone. What compares steps needs their texts: nothing is shared then, and the returned settings
+    say why. A line in the log tells either."""
+    config = resolved.config
+    if not config.shares:
+        return resolved, Vocabulary(())
+    why = "there is no tokenizer"
+    if tokenizer is not None:
+        try:
+            return resolved, vocabulary_of(tokenizer)
+        except ValueError as error:
+            why = str(error)
+    if config.match == "runs" and config.random_ratio is None:
+        logger.warning(
+            "reasoncache: %s; --enable-reasoncache finds equal runs by token ids alone and compares every %d "
+            "tokens, because blank lines are unknown",
+            why,
+            min(config.max_step_tokens, _STEP_WITHOUT_TEXT),
+        )
+        return resolved, Vocabulary(())
+    name = "match" if config.random_ratio is None else "random_ratio"
+    why = f"{why}, and {SET} {name}={getattr(config, name)} needs the text of steps"
+    logger.warning(
+        "reasoncache: nothing is shared, because: %s; --reasoncache-preset newest does not need it",
+        why,
+    )
+    settings = dataclasses.replace(config, percentile=0)
+    return dataclasses.replace(resolved, config=settings, uncorrected=why), Vocabulary(())
+
+
 def _tokenizer(context: TreeCacheBuildContext) -> Any:
     """The model's tokenizer, which steps and markers of reasoning need. With ``--skip-tokenizer-init`` SGLang's
-    schedulers load none, so we do. Raises ValueError if it cannot be loaded."""
+    schedulers load none, so we do. None, and a line in the log, if it cannot be loaded."""
     if context.tp_worker.tokenizer is not None:
         return context.tp_worker.tokenizer
     serving = compat.get_serving()
@@ -444,10 +487,13 @@ def _tokenizer(context: TreeCacheBuildContext) -> Any:
         )
     except Exception as error:
         # The code of a custom tokenizer may raise anything.
-        raise ValueError(
-            "--enable-reasoncache with --skip-tokenizer-init needs the model's tokenizer to find steps, and "
-            f"cannot load --tokenizer-path {serving.tokenizer_path}: {error}"
-        ) from error
+        logger.warning(
+            "reasoncache: --skip-tokenizer-init is set, and the plugin cannot load --tokenizer-path %s either, "
+            "so no --reasoning-parser is followed: %s",
+            serving.tokenizer_path,
+            error,
+        )
+        return None
 
 
 def _markers(

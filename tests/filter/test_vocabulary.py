@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import BLANK, TokenClasses
-from sglang_reasoncache.filter.vocabulary import vocabulary_of
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from tests.filter.other_tokenizers import OTHERS
 
 _TEXT = "let it be 1 + 2 = 3.\n\nwait, x\n"
@@ -95,3 +97,14 @@ def test_what_cannot_be_read_is_refused(broken: str) -> None:
 
     with pytest.raises(ValueError, match="cannot read the tokens of Broken"):
         vocabulary_of(Broken())
+
+
+def test_runs_are_found_without_any_text() -> None:
+    """No blank line is known then, so a step is as long as the settings let it be."""
+    settings = dict(match="runs", direction="oldest", block=4, min_run=4, max_step_tokens=8)
+    config = FilterConfig(**settings)  # type: ignore[arg-type]
+    nothing = Vocabulary(())
+    request = RequestFilter(config, TokenClasses(nothing), nothing, 100)
+    passage = [*range(50, 58)]
+    found = [pair for one in request.push([*passage, 7, *passage, *range(7)]) for pair in one.pairs]
+    assert [tuple(pair) for pair in found] == [(109, 100), (113, 104)]
