@@ -48,8 +48,8 @@ def _single(tokenizer: Any, text: str, ids: list[int] | None = None) -> int | No
     if len(ids) != 1 and hasattr(tokenizer, "convert_tokens_to_ids"):
         # mistral-common never encodes special tokens from text. For a text that is no token, this is another
         # token, such as the unknown one, or None.
-        one = tokenizer.convert_tokens_to_ids(text)
-        ids = [] if one is None else [one]
+        token_id = tokenizer.convert_tokens_to_ids(text)
+        ids = [] if token_id is None else [token_id]
     if len(ids) != 1 or str(tokenizer.decode(list(ids))).strip() != text.strip():
         return None
     return int(ids[0])
