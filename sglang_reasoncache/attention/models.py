@@ -33,9 +33,13 @@ DECODES_AS_PREFILLS = ("pplx", "deepep_v2")
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
-    """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows.
+    """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows, and a layer without a
+    window has some.
 
     ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
+    several = type(pool) in (compat.SWAKVPool, compat.HybridLinearKVPool)
+    if several and not compat.shared_layers(pool):
+        raise CannotShare(f"{requested_by}: no attention layer without a window has KV to share")
     if type(pool) is compat.SWAKVPool:
         check_pool(pool.swa_kv_pool, requested_by)
         pool = pool.full_kv_pool

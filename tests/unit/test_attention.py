@@ -282,6 +282,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     args.enable_mixed_chunk = True
     with_states: Any = object.__new__(compat.HybridLinearKVPool)
     with_states.full_kv_pool = rig.pool
+    with_states.full_attention_layer_id_mapping = {1: 0}
     for pool in (rig.pool, with_states):
         models.check_pool(pool)
         with pytest.raises(ValueError, match="--enable-mixed-chunk beside latent"):
