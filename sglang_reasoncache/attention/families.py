@@ -8,15 +8,22 @@ REFUSED = {
     "other windows": "nothing shared: rotations unknown",
     "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
     "sparse": "nothing shared: index keys, which choose what is read, are not rotated with the others",
+    "sparse, own pool": "nothing shared: SGLang keeps their KV in pools of another layout",
+    "full, LongRoPE": "nothing shared: angles change with the length",
+    "full, other MRoPE": "nothing shared: rotations unknown",
+    "full, keys scaled once rotated": "nothing shared: such keys cannot be rotated again",
+    "by Hugging Face's code": "nothing shared: rotations unknown",
 }
 
 
 class Family(NamedTuple):
-    """A row of the table in docs/index.md. ``tried``: which models were run, on which device."""
+    """A row of the table in docs/index.md. ``tried``: which models were run, on which device. ``modules``:
+    SGLang's classes that decide: ``module.Class`` of ``sglang.srt.models``, or a rotary embedding."""
 
     models: str
     attention: str
     tried: str
+    modules: tuple[str, ...]
 
     @property
     def answer(self) -> str:
@@ -27,18 +34,120 @@ class Family(NamedTuple):
 #: Rows of the table in docs/index.md. ``attention``: a key of ``REFUSED``, or attention that is served.
 FAMILIES = (
     Family(
-        "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"
+        "Llama, Qwen2, Qwen3, Mistral and others",
+        "full",
+        "two small ones: CPU; an 8B shape: H100",
+        ("llama.LlamaAttention", "qwen2.Qwen2Attention", "qwen3.Qwen3Attention"),
     ),
-    Family("Qwen3-Next, Qwen3.5 without images", "full, gated delta net", "tiny ones: CPU"),
-    Family("LFM2", "full, short convolution", "tiny: CPU"),
-    Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
-    Family("Granite-H", "full without positions, Mamba 2", "tiny: CPU"),
-    Family("Falcon-H1", "full, Mamba 2", "tiny: CPU"),
-    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2, V3 (TP 2): CPU"),
-    Family("Kimi-Linear", "latent without positions, Kimi delta", "tiny: CPU"),
-    Family("Ring", "latent, lightning", ""),
-    Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
-    Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
-    Family("Mellum 2, gpt-oss", "full, windows in their own pool", "tiny ones: CPU"),
-    Family("Gemma 4, MiMo-V2, Step-3.5, Llama 4", "other windows", ""),
+    Family(
+        "GLM-4.5, 4.6 and 4.7, MiniMax-M2, Step3, HY3, Apertus",
+        "full",
+        "",
+        (
+            "glm4_moe.Glm4MoeAttention",
+            "minimax_m2.MiniMaxM2Attention",
+            "step3_vl.Step3TextAttention",
+            "hunyuan_v3.HYV3Attention",
+            "apertus.ApertusAttention",
+        ),
+    ),
+    Family(
+        "Qwen3-Next, Qwen3.5 without images",
+        "full, gated delta net",
+        "tiny ones: CPU",
+        (
+            "qwen3_next.Qwen3HybridAttentionDecoderLayer",
+            "qwen3_5.Qwen3_5AttentionDecoderLayer",
+        ),
+    ),
+    Family("LFM2", "full, short convolution", "tiny: CPU", ("lfm2.Lfm2Attention",)),
+    Family(
+        "Nemotron-H",
+        "full without positions, Mamba 2",
+        "tiny: CPU",
+        ("nemotron_h.NemotronHAttention",),
+    ),
+    Family(
+        "Granite-H",
+        "full without positions, Mamba 2",
+        "tiny: CPU",
+        ("granitemoehybrid.GraniteMoeHybridAttention",),
+    ),
+    Family(
+        "Falcon-H1",
+        "full, Mamba 2",
+        "tiny: CPU",
+        ("falcon_h1.FalconH1HybridAttentionDecoderLayer",),
+    ),
+    Family(
+        "DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash",
+        "latent",
+        "tiny V2, V3 (TP 2): CPU",
+        ("deepseek_v2.DeepseekV2AttentionMLA",),
+    ),
+    Family("LongCat-Flash", "latent", "", ("deepseek_v2.DeepseekV2AttentionMLA",)),
+    Family(
+        "Kimi-Linear",
+        "latent without positions, Kimi delta",
+        "tiny: CPU",
+        ("deepseek_v2.DeepseekV2AttentionMLA",),
+    ),
+    Family(
+        "Kimi-K3, Ling 3 with `use_mla_nope`",
+        "latent without positions, Kimi delta",
+        "",
+        ("kimi_k3.KimiK3MLAAttention", "bailing_moe_v3.DsV3MLA"),
+    ),
+    Family("Ring", "latent, lightning", "", ("bailing_moe_linear.BailingMoELinearAttention",)),
+    Family("DeepSeek-V3.2, GLM-5", "sparse", "", ("deepseek_v2.DeepseekV2AttentionMLA",)),
+    Family(
+        "DeepSeek-V4, MiniMax-M3",
+        "sparse, own pool",
+        "",
+        ("deepseek_v4.MQALayer", "minimax_m3.MiniMaxM3Attention"),
+    ),
+    Family(
+        "Gemma 2 and 3, EXAONE 4, OLMo 3",
+        "full, windows",
+        "tiny Gemma 3 and OLMo 3: CPU",
+        (
+            "gemma2.Gemma2Attention",
+            "gemma3_causal.Gemma3Attention",
+            "exaone4.Exaone4Attention",
+            "olmo2.Olmo2Attention",
+        ),
+    ),
+    Family(
+        "Mellum 2, gpt-oss",
+        "full, windows in their own pool",
+        "tiny ones: CPU",
+        ("mellum.MellumAttention", "gpt_oss.GptOssAttention"),
+    ),
+    Family(
+        "Gemma 4, MiMo-V2, Step-3.5, Llama 4, K-EXAONE, Command A",
+        "other windows",
+        "",
+        (
+            "gemma4_causal.Gemma4Attention",
+            "mimo_v2.MiMoV2Attention",
+            "step3p5.Step3p5Attention",
+            "llama4.Llama4Attention",
+            "exaone_moe.ExaoneMoEAttention",
+            "commandr.CohereAttention",
+        ),
+    ),
+    Family("Phi-4-mini", "full, LongRoPE", "", ("Phi3LongRoPEScaledRotaryEmbedding",)),
+    Family(
+        "Qwen-VL with YaRN, ERNIE-VL",
+        "full, other MRoPE",
+        "",
+        ("YaRNScalingMRotaryEmbedding", "Ernie4_5_VLRotaryEmbedding"),
+    ),
+    Family("Hunyuan-A13B", "full, keys scaled once rotated", "", ("hunyuan.HunYuanAttention",)),
+    Family(
+        "Seed-OSS, dots.llm1, SmolLM3 and others of SGLang's Transformers fallback",
+        "by Hugging Face's code",
+        "",
+        ("transformers.TransformersBase",),
+    ),
 )

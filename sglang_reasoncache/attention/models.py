@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
@@ -11,6 +12,10 @@ from sglang_reasoncache.attention.families import REFUSED
 from sglang_reasoncache.errors import CannotShare
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
     from sglang_reasoncache.compat.types import (
         AttentionLayer,
         ModelRunner,
@@ -28,14 +33,20 @@ LAYER_ATTRIBUTES = (
     ("logit capping", "logit_capping_method", ("tanh",)),
     ("attention temperature length", "xai_temperature_len", (-1,)),
 )
+#: Attribute of SGLang's Transformers fallback: layer id -> its attention layer.
+FALLBACK = "attention_instances"
 #: Values of --moe-a2a-backend with which SGLang may run decode steps of a group of DP attention as prefills.
 DECODES_AS_PREFILLS = ("pplx", "deepep_v2")
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
-    """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows.
+    """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows, and a layer without a
+    window has some.
 
     ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
+    several = type(pool) in (compat.SWAKVPool, compat.HybridLinearKVPool)
+    if several and not compat.shared_layers(pool):
+        raise CannotShare(f"{requested_by}: no attention layer without a window has KV to share")
     if type(pool) is compat.SWAKVPool:
         check_pool(pool.swa_kv_pool, requested_by)
         pool = pool.full_kv_pool
@@ -116,9 +127,12 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
             f"{requested_by} does not support sinks that a model applies itself (IQuest-Q1)"
         )
     check_pool(model_runner.token_to_kv_pool, requested_by)
+    layers = attention_layers(model_runner)
+    if not layers:
+        raise ValueError(f"{requested_by}: no attention layers were found in the model")
     latent = compat.latent_rank(model_runner.token_to_kv_pool)
     windows = compat.window_layers(model_runner.token_to_kv_pool)
-    for layer in attention_layers(model_runner):
+    for layer in layers:
         if latent and layer.k_scale_float not in (None, 1.0):
             raise ValueError(
                 f"{requested_by}: layer {layer.layer_id} has latent rows divided by "
@@ -141,17 +155,26 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
     """SGLang's attention layers that read the pool. Leaves out ``RadixAttention`` modules of state layers and,
-    with latent attention, those that attend to the expanded keys and values of a prefill."""
+    with latent attention, those that attend to the expanded keys and values of a prefill. Layers of SGLang's
+    Transformers fallback are no modules of the model (:func:`fallback_layers`)."""
     pool = model_runner.token_to_kv_pool
     numbers = set(compat.layer_ids(pool))
     rank = compat.latent_rank(pool)
+    modules = itertools.chain(model_runner.model.modules(), fallback_layers(model_runner.model))
     return [
         module
-        for module in model_runner.model.modules()
+        for module in modules
         if isinstance(module, compat.RadixAttention)
         and module.layer_id in numbers
         and (not rank or (module.v_head_dim == rank and module.tp_k_head_num == 1))
     ]
+
+
+def fallback_layers(model: torch.nn.Module) -> list[AttentionLayer]:
+    """The attention layers of a model that SGLang runs by Hugging Face's code (its Transformers fallback). They
+    lie in a dict, where no module of the model knows them. Empty for other models."""
+    held: Mapping[int, AttentionLayer] = getattr(model, FALLBACK, {})
+    return list(held.values())
 
 
 def reach_of(layer: AttentionLayer) -> int:

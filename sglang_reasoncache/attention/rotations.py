@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.models import attention_layers, reach_of
+from sglang_reasoncache.attention.models import attention_layers, fallback_layers, reach_of
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ ROTARY_KINDS = (
 #: Attention module that may multiply each dim of a key by a learned weight after the rotation -> the attribute
 #: that switches this on. Such a key cannot be rotated again.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules that models can use without a rotary embedding. Cached keys then have no positions: only
-#: the state layers of such a model depend on positions.
+#: Attention modules that models can use without a rotary embedding, themselves or classes that extend them.
+#: Cached keys then have no positions: only the state layers of such a model depend on positions.
 WITHOUT_POSITIONS = (
     "NemotronHAttention",
     "GraniteMoeHybridAttention",
-    "DeepseekV2AttentionMLA",  # of Kimi-Linear
+    "DeepseekV2AttentionMLA",  # of Kimi-Linear, Kimi-K3 and, with use_mla_nope, Ling 3
 )
 #: Attention modules whose keys can be rotated to other positions in models with sliding windows. Each module
 #: rotates keys by its own rotary embedding, unless :func:`_rotation_of` says otherwise.
@@ -52,19 +52,38 @@ WINDOWED = (
 
 def is_without_positions(model: torch.nn.Module) -> bool:
     """Whether ``model`` caches keys without positions, so that any position may read a key as cached."""
-    owners = [type(owner).__name__ for _, owner in _owners(model)]
-    return set(owners) <= set(WITHOUT_POSITIONS) and bool(owners) and not _rotary_modules(model)
+    owners = [owner for _, owner in _owners(model)]
+    return bool(owners) and all(map(_lacks_positions, owners)) and not _rotary_modules(model)
+
+
+def _lacks_positions(owner: torch.nn.Module) -> bool:
+    """Whether the attention module ``owner`` caches keys as they are projected. ``rotary_emb`` is the attribute
+    by which the modules of ``WITHOUT_POSITIONS`` rotate, if they do."""
+    names = {base.__name__ for base in type(owner).__mro__}
+    return not names.isdisjoint(WITHOUT_POSITIONS) and getattr(owner, "rotary_emb", None) is None
+
+
+def finds_no_rotary(model: torch.nn.Module) -> bool:
+    """Whether none of the attention layers found in ``model`` has a rotary embedding nearby. False if none is
+    found."""
+    return bool(_owners(model)) and not _rotary_modules(model)
 
 
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
     """Layer id -> rotation of the layer's keys, on the pool's device. Layers of equal rotation share an object.
 
-    Raises the errors of :func:`key_rotation`. Layers of a model with sliding windows may differ in rotation.
-    For such a model, multimodal input or an attention module not in ``WINDOWED`` raises ValueError, too.
+    Raises the errors of :func:`key_rotation`, and ValueError for the Transformers fallback. Layers of a model
+    with sliding windows may differ in rotation. For such a model, multimodal input or an attention module not
+    in ``WINDOWED`` raises ValueError, too.
     """
     model = model_runner.model
     max_positions = model_runner.model_config.context_len
     device = model_runner.req_to_token_pool.req_to_token.device
+    if fallback_layers(model):
+        raise ValueError(
+            f"{_CORRECTED}: SGLang runs this model by Hugging Face's code (Transformers fallback): its layers "
+            "are not modules, and how they rotate keys is unknown; as-cached works"
+        )
     if not any(map(reach_of, attention_layers(model_runner))):
         shared = key_rotation(model, max_positions, latent_dims).to(device)
         return dict.fromkeys(compat.layer_ids(model_runner.token_to_kv_pool), shared)

@@ -590,8 +590,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether any of ``reqs`` has a redirected position or a composed prefix. Only such requests may read a
-        slot at a position other than the one for which the slot's key was rotated."""
-        return any(
+        slot at a position other than the one for which the slot's key was rotated. Asked for each batch, so a
+        server that never shared does not look at them."""
+        return self.token_to_kv_pool_allocator.has_shifted_slots and any(
             isinstance(req.last_node, Composition)
             or _first_shared(req, self._host_row(req.kv)) is not None
             for req in reqs
@@ -599,6 +600,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
         """Number of evicted positions of each of ``reqs``. The tree holds no evicted positions."""
+        if not self.token_to_kv_pool_allocator.has_evicted:
+            return [0] * len(reqs)
         return [self._host_row(req.kv).evicted for req in reqs]
 
     def match_prefix(self, params: Any) -> Any:

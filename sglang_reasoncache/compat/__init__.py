@@ -227,7 +227,9 @@ def __getattr__(name: str) -> Any:
 def layer_ids(pool: Any) -> Iterable[int]:
     """Ids of the attention layers with KV in ``pool``. A hybrid model also has layers without KV."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
-    return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
+    if of_hybrid is not None:
+        return list(of_hybrid)
+    return range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
 def window_layers(pool: Any) -> set[int]:

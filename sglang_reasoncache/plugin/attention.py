@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import absorbed, models, warm_up
+from sglang_reasoncache.attention import absorbed, models, rotations, warm_up
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -26,6 +26,10 @@ from sglang_reasoncache.selection.pages import PageSelection
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
+_AS_CACHED = (
+    f"; {flag_of('positions')} as-cached shares all the same, which cost a language model 30 points of "
+    "accuracy (docs/benchmarks.md)"
+)
 _PAGES = "--page-size above 1 with keys read as cached"
 
 
@@ -91,6 +95,11 @@ def attention_backend(
     our backend records the position that each key is rotated for. ``name``: one of ``compat.OUR_BACKENDS``.
     Raises ValueError if a requested backend or policy is not supported, or if memory is missing."""
     restricts = config.policies.needs_our_attention
+    if restricts and models.fallback_layers(model_runner.model):
+        raise refusals.of_policy(
+            config.policy,
+            "does not support models that SGLang runs by Hugging Face's code (Transformers fallback)",
+        )
     layers = models.attention_layers(model_runner) if restricts else ()
     if any(map(models.reach_of, layers)):
         raise refusals.of_policy(
@@ -175,11 +184,9 @@ def resolve_positions(
     if config.positions == "corrected":
         raise ValueError(f"{reason}; use as-cached with it")
     if config.shares:
-        logger.warning(
-            "reasoncache: nothing is shared, because: %s; --reasoncache-positions as-cached shares all the "
-            "same, which cost a language model 30 points of accuracy (docs/benchmarks.md)",
-            reason,
-        )
+        # Without a rotary embedding it is not known what reading keys as cached costs: perhaps nothing.
+        hint = "" if rotations.finds_no_rotary(model_runner.model) else _AS_CACHED
+        logger.warning("reasoncache: nothing is shared, because: %s%s", reason, hint)
     return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
 

@@ -213,8 +213,7 @@ class ServerParts:
             logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)
             return None
         if limit is None:
-            schedulers = max(args.tp_size * args.pp_size * args.dp_size // args.nnodes, 1)
-            size = int(_DEFAULT_SWAP * free_host_memory()) // schedulers
+            size = int(_DEFAULT_SWAP * free_host_memory()) // schedulers_per_node(args)
         else:
             size = int(limit * 2**30)
         logger.info(
@@ -368,6 +367,14 @@ def _filter(
         None if markers is None else markers[:2],
         config.max_pending,
     )
+
+
+def schedulers_per_node(args: ServerArgs) -> int:
+    """How many scheduler processes share the memory of this machine. Groups of DP attention divide the ranks of
+    ``--tp-size``; replicas have ranks of their own. ``--dp-size`` counts groups beside the deprecated flag
+    ``--enable-dp-attention``; what SGLang has settled counts replicas only."""
+    settled = compat.resolving_view(args)
+    return max(settled.tp_size * settled.pp_size * settled.dp_size // settled.nnodes, 1)
 
 
 def _may_read_prompts(context: TreeCacheBuildContext) -> bool:

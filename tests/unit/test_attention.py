@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+from sglang.srt.models.transformers import TransformersBase
 
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.attention import absorbed, models
@@ -26,7 +27,7 @@ from sglang_reasoncache.cpu.backend import PagedCpuBackend
 from sglang_reasoncache.kernels import extend
 from sglang_reasoncache.plugin import attention
 from tests.kernels.engines import unavailable
-from tests.unit.attention_rig import BATCHES, RANK, ROTATED, UNSUPPORTED, Rig, mark
+from tests.unit.attention_rig import BATCHES, DIM, RANK, ROTATED, UNSUPPORTED, Rig, mark
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
@@ -282,6 +283,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     args.enable_mixed_chunk = True
     with_states: Any = object.__new__(compat.HybridLinearKVPool)
     with_states.full_kv_pool = rig.pool
+    with_states.full_attention_layer_id_mapping = {1: 0}
     for pool in (rig.pool, with_states):
         models.check_pool(pool)
         with pytest.raises(ValueError, match="--enable-mixed-chunk beside latent"):
@@ -310,6 +312,53 @@ def test_what_is_not_served_beside_windows_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(ModuleList\) is beside sliding windows"):
         PagedCpuBackend(rig.runner, rig.cached_at)
     PagedCpuBackend(rig.runner, None)
+
+
+def fallback(rig: Rig, window: int = -1) -> None:
+    """Let the model be one of SGLang's Transformers fallback, by SGLang's function."""
+    config = SimpleNamespace(
+        num_attention_heads=rig.heads,
+        num_key_value_heads=rig.kv_heads,
+        hidden_size=rig.heads * DIM,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=window,
+    )
+    of: Any = dict(config=config, text_config=config, start_layer=0, end_layer=2, quant_config=None)
+    of["model"] = torch.nn.Linear(1, 1)
+    rig.runner.model = torch.nn.Linear(1, 1)
+    held = TransformersBase._create_attention_instances(SimpleNamespace(**of))  # type: ignore[arg-type]
+    rig.runner.model.attention_instances = held
+    rig.layer = held[1]
+
+
+@DECODE_AND_EXTEND
+@KINDS
+@pytest.mark.parametrize("window", [-1, 17])
+def test_layers_of_the_transformers_fallback_are_found(
+    window: int, kind: str, new: list[int]
+) -> None:
+    """Its windows are seen. How it rotates keys is not known, so nothing is shared, unless as cached."""
+    rig = Rig(shifted=0.0, window=max(window, 0))
+    rig.allocator.has_evicted = True  # else SGLang's kernels would run
+    fallback(rig, window)
+    assert [models.reach_of(each) for each in models.attention_layers(rig.runner)] == [
+        0,
+        window + 1,
+    ]
+    with pytest.raises(ValueError, match="corrected: .*Transformers fallback"):
+        backend_of(kind, rig)
+    rig.check(backend_of(kind, rig, corrected=False), rig.batch(new))
+    config = ReasonCacheConfig(policy="streamingllm:budget=64")
+    with pytest.raises(ValueError, match="streamingllm:budget=64 does not .*Transformers fallback"):
+        attention.attention_backend(rig.runner, config, "triton", None, rig.cached_at)  # type: ignore[arg-type]
+
+
+@KINDS
+def test_layers_that_are_not_found_are_refused(kind: str) -> None:
+    rig = Rig(shifted=0.0)
+    rig.runner.model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="no attention layers were found"):
+        backend_of(kind, rig, corrected=False)
 
 
 def test_without_a_compiler_the_server_is_told_of_sglangs_own(

@@ -389,3 +389,12 @@ def test_auto_says_why_it_is_not_corrected(
     assert re.search(f"nothing is shared, .*corrected {why}.*as-cached .*30 points", told)
     with pytest.raises(ValueError, match=f"--reasoncache-positions corrected {why}"):
         settled("corrected")
+
+
+def test_where_nothing_rotates_keys_no_loss_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Reading such keys as cached may be exact. What it cost was measured with rotated keys."""
+    rig = Rig(shifted=0.0)
+    rig.runner.model = torch.nn.ModuleList([rig.layer])
+    parts = attention.AttentionParts(uncorrected="found none; as-cached works without")
+    attention.resolve_positions(ReasonCacheConfig(), parts, rig.runner)
+    assert caplog.messages == [f"reasoncache: nothing is shared, because: {parts.uncorrected}"]

@@ -389,6 +389,19 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
 
 
 @pytest.mark.usefixtures("published_config")
+def test_before_anything_is_shared_no_request_is_looked_at() -> None:
+    """The hooks ask for each batch, of up to hundreds of requests."""
+    world = World(SETUPS[0])
+    reqs: Any = [None, None]
+    tree = world.tree
+    assert not tree.reads_shifted(reqs) and tree.evicted_of(reqs) == [0, 0]
+    world.allocator.has_shifted_slots = world.allocator.has_evicted = True
+    for look in (tree.reads_shifted, tree.evicted_of):
+        with pytest.raises(AttributeError):
+            look(reqs)
+
+
+@pytest.mark.usefixtures("published_config")
 @pytest.mark.parametrize("fails", [None, "evicted_of", "reads_shifted"])
 def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     fails: str | None, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sglang
 import torch
 
 from sglang_reasoncache import compat, policy_options, registry
@@ -134,6 +135,49 @@ def test_every_family_is_told() -> None:
         "| models | attention | | tried |\n| --- | --- | --- | --- |\n"
     )[2]
     assert table.partition("\n\n")[0].splitlines() == rows
+
+
+def _of_sglang(name: str) -> set[str]:
+    """The names of SGLang's class ``name`` (``module.Class``, or a rotary embedding) and of those it extends,
+    as far as they are in its module. Reads source, because importing all models takes minutes."""
+    folder = Path(sglang.__file__).with_name("srt")
+    module, _, kind = name.rpartition(".")
+    places = [folder / "models" / f"{module}.py"] if module else []
+    bases: dict[str, set[str]] = {}
+    for place in places or (folder / "layers" / "rotary_embedding").glob("*.py"):
+        for found, of in re.findall(
+            r"^class (\w+)(?:\(([^)]*)\))?:", place.read_text(), re.MULTILINE
+        ):
+            bases[found] = {each.strip().rpartition(".")[2] for each in of.split(",")}
+    assert kind in bases, f"SGLang has no {name}"
+    waiting = [kind]
+    names = set[str]()
+    for each in waiting:
+        names.add(each)
+        waiting += bases.get(each, set()) - names
+    return names
+
+
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.models)
+def test_the_table_of_families_says_what_the_code_does(family: families.Family) -> None:
+    kinds = {name.rpartition(".")[2] for name in family.modules}
+    bases = [_of_sglang(name) for name in family.modules]
+    attention = family.attention
+    served = family.answer == "served"
+    assert served == (attention not in families.REFUSED)
+    if "windows" in attention:
+        assert kinds <= set(rotations.WINDOWED) if served else kinds.isdisjoint(rotations.WINDOWED)
+    if "without positions" in attention:
+        assert all(not each.isdisjoint(rotations.WITHOUT_POSITIONS) for each in bases)
+    elif served and not attention.startswith("latent"):
+        assert all(each.isdisjoint(rotations.WITHOUT_POSITIONS) for each in bases)
+    scaled = not kinds.isdisjoint(rotations.SCALES_ROTATED_KEYS)
+    assert scaled == (attention == "full, keys scaled once rotated")
+    # Names without a module are those of rotary embeddings, which are not among the linear ones.
+    assert kinds.isdisjoint(rotations.ROTARY_KINDS)
+    if attention == "by Hugging Face's code":
+        source = Path(sglang.__file__).with_name("srt") / "models" / "transformers.py"
+        assert f"self.{models.FALLBACK} =" in source.read_text()
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:

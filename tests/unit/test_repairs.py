@@ -48,6 +48,7 @@ class Prompts(World):
         req.init_next_round_input(self.tree)
         req.extend_end = len(req.full_untruncated_fill_ids)
         assert isinstance(req.last_node, Composition) and req.last_node.length == SPANS[-1][1]
+        assert self.tree.reads_shifted([req]), "although no slot was ever shared"
         return req
 
     def batch_of(self, *reqs: Req) -> Any:

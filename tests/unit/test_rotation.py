@@ -18,7 +18,12 @@ from sglang.srt.models.exaone4 import Exaone4Attention
 from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
-from sglang_reasoncache.attention.rotations import key_rotation, key_rotations
+from sglang_reasoncache.attention.rotations import (
+    finds_no_rotary,
+    is_without_positions,
+    key_rotation,
+    key_rotations,
+)
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cpu.platform import TorchCpuPlatform
 from sglang_reasoncache.device.ranks import Ranks
@@ -325,6 +330,50 @@ def hunyuan(use_qk_norm: bool) -> Any:
 def test_refused_by_name(message: str, modules: Any) -> None:
     with pytest.raises(ValueError, match=f"--reasoncache-positions corrected.*{message}"):
         key_rotation(torch.nn.ModuleList(modules()), 64)
+
+
+class Fallback(Attention):
+    """A model of SGLang's Transformers fallback: no module of it has an attention layer."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.rotary_emb = rotary_of()  # as in a vision part
+        self.attention_instances = {0: RadixAttention(1, 64, 1.0, 1, layer_id=0)}
+
+
+def of_class(kind: Any, rotary: torch.nn.Module | None) -> Any:
+    layer: Any = kind.__new__(kind)
+    Attention.__init__(layer, rotary)
+    return layer
+
+
+def test_positions_are_missing_where_sglang_rotates_nothing() -> None:
+    """In Kimi-K3, and in Ling 3 if its config says so, which use classes that extend DeepSeek's."""
+    from sglang.srt.models.bailing_moe_v3 import DsV3MLA
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+    from sglang.srt.models.kimi_k3 import KimiK3MLAAttention
+
+    def lacks(*layers: Any) -> bool:
+        return is_without_positions(torch.nn.ModuleList(layers))
+
+    for kind in (DsV3MLA, DeepseekV2AttentionMLA, KimiK3MLAAttention):
+        assert lacks(of_class(kind, None), of_class(kind, None))
+        assert not lacks(of_class(kind, None), of_class(kind, rotary_of()))
+        assert not lacks(of_class(kind, torch.nn.Identity())), (
+            "a rotary embedding of another package"
+        )
+        assert not lacks(of_class(kind, None), Attention(None))
+    assert not lacks() and not lacks(Fallback())
+
+
+def test_what_is_said_of_missing_rotary_embeddings() -> None:
+    """Reading keys as cached is not warned of where nothing is known to rotate them."""
+    for layers, is_known in (
+        ([Attention(None)], True),
+        ([Attention(rotary_of())], False),
+        ([Fallback()], False),
+    ):
+        assert finds_no_rotary(torch.nn.ModuleList(layers)) == is_known
 
 
 def test_not_refused() -> None:

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.mem_cache.allocator.swa import PureSWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.errors import CannotShare
@@ -80,6 +83,30 @@ def test_a_sparse_model_starts_unless_a_policy_is_to_evict(
         with pytest.raises(CannotShare):
             build(monkeypatch, allocator(), **asked)
         assert hooks._unshared is None
+
+
+@pytest.mark.parametrize("kind", ["states", "windows"])
+def test_a_model_without_attention_over_everything_starts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has state layers only, as Mamba, or only layers with a sliding window."""
+    same: Any = dict(size=SLOTS, page_size=1, head_num=1, head_dim=4, dtype=torch.bfloat16)
+    where: Any = dict(device="cpu", need_sort=False)
+    make: Any = TokenToKVPoolAllocator
+    if kind == "states":
+        none: Any = dict(full_attention_layer_ids=[], mamba_pool=None)
+        pool: Any = HybridLinearKVPool(**same, **none, device="cpu")
+        stock = make(SLOTS, dtype=torch.bfloat16, kvcache=pool, **where)
+    else:
+        none = dict(full_attention_layer_ids=[], swa_attention_layer_ids=[0], size_swa=SLOTS)
+        pool = SWAKVPool(**{**same, "size": 0}, **none, device="cpu")
+        make = PureSWATokenToKVPoolAllocator
+        stock = make(SLOTS, page_size=1, dtype=torch.bfloat16, kvcache=pool, **where)
+    build(monkeypatch, stock)
+    assert hooks._server is None and hooks._unshared is not None
+    assert "no attention layer without a window" in hooks._unshared.describe()["uncorrected"]
+    assert type(stock) is make
+    stock.create_prefill_budget(TREE)
 
 
 def reserved(stock: Any) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
@@ -16,7 +17,7 @@ from sglang_reasoncache.attention import models
 from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
 from sglang_reasoncache.errors import CannotShare
-from sglang_reasoncache.plugin.server import ServerParts
+from sglang_reasoncache.plugin.server import ServerParts, schedulers_per_node
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.adder import adder_of
 from tests.property.windows import WINDOW, WindowWorld
@@ -186,6 +187,25 @@ def test_a_small_window_pool_takes_no_copies(caplog: pytest.LogCaptureFixture) -
         swap = ServerParts._swap(parts, world.tree, resolved, args)
         assert (swap is None) == (size < least)
     assert "host_swap_gb has no effect" in caplog.text and f"less than {least} slots" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "nodes", "expected"),
+    [
+        (dict(dp_size=8, enable_dp_attention=True), 1, 8),
+        (dict(dp_size=8, enable_dp_attention=True), 2, 4),
+        (dict(attn_dp_size=8), 1, 8),
+        (dict(dp_size=2), 1, 16),
+        ({}, 1, 8),
+    ],
+)
+def test_schedulers_that_share_the_memory_of_a_machine(
+    flags: dict[str, Any], nodes: int, expected: int
+) -> None:
+    """With DP attention ``--dp-size`` counts groups of the ranks that ``--tp-size`` counts."""
+    args = compat.ServerArgs(model_path="none", device="cpu", tp_size=8, nnodes=nodes, **flags)
+    handle_deprecated_dp_attention(args)
+    assert schedulers_per_node(args) == expected
 
 
 def fail(*_: Any, **__: Any) -> None:
