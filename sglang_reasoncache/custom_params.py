@@ -178,19 +178,21 @@ def asked_of(custom_params: object) -> Asked:
 
 def header_value(lines: Sequence[str]) -> object:
     """The value for :data:`OPT_OUT_KEY` that the lines of our header have: JSON, or a bare word. None without
-    lines. Raises ValueError for a wrong value, and for lines that differ."""
-    if not lines:
-        return None
-    line = lines[0]
-    if any(other != line for other in lines):
+    lines; empty ones count as none. Raises ValueError for a wrong value, and for lines that mean different
+    things."""
+    values = [_header_line(line) for line in dict.fromkeys(lines) if line.strip()]
+    if len({_options(HEADER, value) for value in values}) > 1:
         raise ValueError(f"{HEADER} must have one value, got {_brief(list(lines))}")
+    return values[0] if values else None
+
+
+def _header_line(line: str) -> object:
     if len(line) > _LONGEST:
         raise ValueError(f"{HEADER} must have at most {_LONGEST} characters, got {len(line)}")
     try:
         value: object = json.loads(line)
     except ValueError:
-        value = line
-    _options(HEADER, value)
+        return line.strip()
     return value
 
 
@@ -242,4 +244,5 @@ def only_scores(req: Request) -> bool:
     """Whether a request asks for scores or embeddings of its prompt, not for output. Before SGLang generates
     several responses to a prompt, it computes the prompt without output: for them, not for scores."""
     params = req.sampling_params
-    return bool(params.max_new_tokens == 0 and (params.n or 1) == 1)
+    several = (params.n or 1) > 1 and not req.return_logprob
+    return bool(params.max_new_tokens == 0 and not several)

@@ -648,11 +648,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if self.is_mamba_enabled or self.is_swa_enabled:
             # SGLang's prefix ends at the last cached state or window; the tree may have KV behind it.
             held = result.full_kv_hit_length
+        usable = result.device_prefix_len + result.host_hit_length
         parts = self._continuations.match(
-            params.key,
-            held,
-            exact=not _may_read_approximate(params.req),
-            matched=result.device_prefix_len + result.host_hit_length,
+            params.key, held, exact=not _may_read_approximate(params.req), matched=usable
         )
         if not parts:
             return result
@@ -661,7 +659,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         is_shorter = result.device_prefix_len < parts[0].node.start
         prefix = Continued(path.node if is_shorter else result.last_device_node, parts)
         first = prefix.first_approximate
-        if first is not None and prefix.length - held < held - first:
+        if first is not None and prefix.length - usable < usable - first:
             # It would make more exact positions approximate than it saves from being computed.
             return result
         if self.most_pairs is not None:

@@ -137,6 +137,13 @@ class Controller:
         kept = 1.0 - self.config.admission_credit
         return Promise(shareable=least, ahead=self.shortage.headroom.ahead, kept=kept)
 
+    def before_prefill(self, reqs: Sequence[Request], rows: torch.Tensor) -> None:
+        """Requests are about to be prefilled. ``rows``: int64 ``[requests]``, the index of each one's row."""
+        self._has_beams = self._has_beams or any(req.beam_group is not None for req in reqs)
+        selection = self.report.selection
+        if selection is not None:
+            selection.admit(rows, [not takes_part(req) for req in reqs])
+
     def request_waits(self, again: bool) -> None:
         self.pipeline.request_waits()
         self.shortage.request_waits(again)

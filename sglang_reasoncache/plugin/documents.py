@@ -171,7 +171,7 @@ async def _behind_documents(
     obj.sampling_params = {**obj.sampling_params, "custom_params": custom}
     # SGLang sets ``is_single`` only when it prepares the request, but reads it if the client leaves earlier.
     obj.is_single = True
-    ranks = manager.server_args.dp_size
+    ranks = manager.elastic_worker_count
     if obj.routed_dp_rank is None:
         # Clients may still use ``data_parallel_rank``, the deprecated name of this field.
         obj.routed_dp_rank = obj.data_parallel_rank

@@ -14,6 +14,8 @@ from starlette.requests import HTTPConnection
 from sglang_reasoncache import compat
 from sglang_reasoncache.custom_params import HEADER, OPT_OUT_KEY, ROUTED_HEADER, header_value
 
+#: Methods of the requests that generate, except for the probe ``GET /health_generate``.
+_METHODS = frozenset(("POST", "PUT"))
 #: The names as ASGI servers hand them on.
 _NAMES = frozenset(name.lower().encode() for name in (HEADER, ROUTED_HEADER))
 
@@ -50,6 +52,9 @@ def _with(params: Any, value: object, defaults: Any) -> Any:
 
 
 def _lines(scope: Mapping[str, Any]) -> list[str]:
+    """The lines of our header. None of a probe: a wrong header must not take a replica out of service."""
+    if scope.get("method") not in _METHODS:
+        return []
     return [value.decode("latin-1") for name, value in scope["headers"] if name in _NAMES]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.swap import copied_of
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
-from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of, takes_part
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of
 from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin import routes
 
@@ -217,11 +217,9 @@ def _after_prefill(
 
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
-    """Once a prefill has its slots, before its forward, tell a selection which requests opted out, and prepare
-    document repairs (``cache/repair.py``)."""
-    selection = controller.report.selection
-    if selection is not None:
-        selection.admit(batch.req_pool_indices, [not takes_part(req) for req in batch.reqs])
+    """Once a prefill has its slots, before its forward, show the controller its requests, and prepare document
+    repairs (``cache/repair.py``)."""
+    controller.before_prefill(batch.reqs, batch.req_pool_indices)
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.begin(batch):
         controller.containment.together(repairs.prepare, batch, controller.ranks)

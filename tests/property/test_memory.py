@@ -553,8 +553,9 @@ class MemoryMachine(RuleBasedStateMachine):
         cached = tree.evictable_size()
         shareable = pipeline.ledger.slots
         saved = pipeline.saved
-        evict_from_tree_cache(tree, before + wanted)
+        fits = allocator.check_decode_capacity(num_tokens=before + wanted, tree_cache=tree)
         freed = allocator.available_size() - before
+        assert fits == (freed >= wanted)
         assert freed >= min(wanted, cached + shareable)
         if wanted <= cached:
             assert pipeline.saved == saved

@@ -30,7 +30,9 @@ def _request(*values: str) -> Request:
         await asyncio.Event().wait()
 
     lines = [(HEADER.lower().encode(), value.encode()) for value in values]
-    return Request({"type": "http", "headers": [(b"accept", b"*/*"), *lines]}, receive)
+    return Request(
+        {"type": "http", "method": "POST", "headers": [(b"accept", b"*/*"), *lines]}, receive
+    )
 
 
 def _received(manager: Manager) -> list[Any]:
@@ -39,7 +41,10 @@ def _received(manager: Manager) -> list[Any]:
 
 
 WORDS = [
-    (shares, word) for shares in SPELLINGS for word in SPELLINGS[shares] if isinstance(word, str)
+    (shares, word)
+    for shares in SPELLINGS
+    for word in SPELLINGS[shares]
+    if isinstance(word, str) and word
 ]
 
 
@@ -77,13 +82,29 @@ def test_json_is_that_of_custom_params(line: str, value: object) -> None:
         (['{"off": 1}'], "has the keys share, record, got ['off']"),
         (['{"share": null}'], "share must be true or false, got None"),
         (["false", "true"], "must have one value, got ['false', 'true']"),
-        (["x" * 10**6, "y"], "must have one value, got ['xxx"),
+        (["false", '{"record": true}'], "must have one value, got ['false', "),
+        (["x" * 10**6, "y"], "must have at most 100 characters, got 1000000"),
     ],
 )
 def test_wrong_values_are_refused_briefly(lines: list[str], told: str) -> None:
     with pytest.raises(ValueError, match="X-Reasoncache") as raised:
         header_value(lines)
     assert told in str(raised.value) and len(str(raised.value)) < 140
+
+
+@pytest.mark.parametrize(
+    ("lines", "value"),
+    [
+        ([], None),
+        (["", " "], None),
+        (["", " off "], "off"),
+        (["false", "0", "False"], False),
+        (['{"record":true}', '{"record": true}'], {"record": True}),
+    ],
+)
+def test_lines_that_mean_the_same_are_one(lines: list[str], value: object) -> None:
+    """A client and a gateway may both set it; a template may leave it empty."""
+    assert header_value(lines) == value
 
 
 @pytest.mark.parametrize(
@@ -214,7 +235,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[FastAPI]:
     made = FastAPI()
     monkeypatch.setattr(compat, "http_app", made, raising=False)
 
-    @made.get("/plain")
+    @made.api_route("/plain", methods=["GET", "POST"])
     async def plain() -> str:
         return "served"
 
@@ -229,13 +250,14 @@ def test_a_wrong_header_is_refused_before_any_api(app: FastAPI, name: str) -> No
     """On one connection only the request that has it is refused, and only if it has SGLang's key."""
     add_api_key_middleware(app, api_key="key", admin_api_key=None)
     with TestClient(app) as client:
-        assert client.get("/plain", headers={name: "maybe"}).status_code == 401
+        assert client.post("/plain", headers={name: "maybe"}).status_code == 401
         client.headers["Authorization"] = "Bearer key"
         for value in ("false", None, "null"):
-            assert client.get("/plain", headers={name: value} if value else {}).json() == "served"
+            assert client.post("/plain", headers={name: value} if value else {}).json() == "served"
+        assert client.get("/plain", headers={name: "maybe"}).json() == "served", "a probe"
         for path in ("/plain", "/none"):
-            refused = client.get(path, headers={name: "maybe"})
+            refused = client.post(path, headers={name: "maybe"})
             assert refused.status_code == 400 and "got 'maybe'" in refused.text
         other = ROUTED_HEADER if name == HEADER else HEADER
         both = [(name, "true"), (other, "false")]
-        assert "must have one value" in client.get("/plain", headers=both).text
+        assert "must have one value" in client.post("/plain", headers=both).text

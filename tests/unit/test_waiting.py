@@ -161,6 +161,23 @@ def test_documents_first_then_the_request(run: Any) -> None:
     run(test)
 
 
+def test_documents_and_their_request_go_to_one_group(run: Any) -> None:
+    """Each group of DP attention, or replica, has a prefix cache of its own."""
+
+    async def test(manager: Manager) -> None:
+        manager.elastic_worker_count = 8
+        task = await _prefilling(manager, _obj())
+        for each in manager.received()[1:]:
+            await manager.finish(each.rid)
+        await _turns()
+        await manager.finish("mine")
+        await task
+        [group] = {each.routed_dp_rank for each in manager.received()}
+        assert group in range(8)
+
+    run(test)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["rid", "prefix", "all"])
 def test_an_abort_ends_the_prefills(run: Any, how: str, stream: bool) -> None:
