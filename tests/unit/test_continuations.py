@@ -101,8 +101,16 @@ def test_a_prompt_that_goes_on_reads_all_of_it(setup: Setup) -> None:
         ({"return_logprob": True, "logprob_start_len": 20}, FIRST),
         ({"return_hidden_states": True}, FIRST),
         ({"sampling_params": SamplingParams(max_new_tokens=0)}, FIRST),
+        (
+            {
+                "sampling_params": SamplingParams(max_new_tokens=0, n=2),
+                "return_logprob": True,
+                "logprob_start_len": 1000,  # behind the prompt, as SGLang sets it
+            },
+            FIRST,
+        ),
     ],
-    ids=["opted-out", "salt", "log-probabilities", "hidden-states", "scores"],
+    ids=["opted-out", "salt", "log-probabilities", "hidden-states", "scores", "several-scores"],
 )
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_others_read_what_is_exact(setup: Setup, options: dict[str, Any], most: int) -> None:
