@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.command import option, parse
+from eval.fidelity.responses import device_option
 
 _SOURCES = Path(__file__).parent.parent / "sglang_reasoncache"
 #: Bytes of a file that is shown: it and its copy fit into ``--cap`` of ``eval.fidelity``.
@@ -30,9 +31,7 @@ class Options:
     model: Path = option(text="Hugging Face folder of an instruction-tuned model")
     count: int = option(8, "files that the model is asked to change", least=1)
     most: int = option(1_200, "most tokens of a response", least=1)
-    device: str = option(
-        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
-    )
+    device: str = device_option()
 
 
 def edits(count: int) -> Iterator[tuple[str, str, str]]:

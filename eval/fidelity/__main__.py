@@ -21,7 +21,7 @@ from eval.fidelity.arms import default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.documents import Documents, Prompt
 from eval.fidelity.replay import Replay
-from eval.fidelity.responses import Response, load, read
+from eval.fidelity.responses import Response, device_option, dtype_option, load, read
 from eval.jsonl import cut_unfinished
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
@@ -55,14 +55,8 @@ class Options:
     limit: int | None = option(None, "responses or rows of each group, by default all", least=1)
     cap: int = option(2600, "most tokens of question and response, or of a row", least=1)
     shortest: int = option(1000, "shorter responses are left out", least=1)
-    device: str = option(
-        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
-    )
-    dtype: str = option(
-        "float32",
-        "data type of weights and KV: float32, bfloat16 or float16",
-        choices=("float32", "bfloat16", "float16"),
-    )
+    device: str = device_option()
+    dtype: str = dtype_option()
     threads: int = option(torch.get_num_threads(), "threads of PyTorch on a CPU", least=1)
     out: Path = option(
         Path("build/bench/fidelity.json"), "JSON file of the figures; records go beside it"

@@ -23,6 +23,22 @@ _RUN = 32
 _LOOPS = 0.1
 
 
+def device_option() -> Any:
+    """A dataclass field (``eval.command.option``) of programs that load a model: the device."""
+    return option(
+        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
+    )
+
+
+def dtype_option() -> Any:
+    """A dataclass field (``eval.command.option``) of programs that load a model: the data type."""
+    return option(
+        "float32",
+        "data type of weights and KV: float32, bfloat16 or float16",
+        choices=("float32", "bfloat16", "float16"),
+    )
+
+
 @dataclass(frozen=True)
 class OnResponses:
     """Options of a program that reads responses with a model. A program sets its own defaults."""
@@ -31,14 +47,8 @@ class OnResponses:
     responses: Path = option(text="JSONL file of rows with question and response")
     cap: int = option(1500, "most tokens of question and response", least=1)
     shortest: int = option(100, "shorter responses are left out", least=1)
-    device: str = option(
-        "cuda" if torch.cuda.is_available() else "cpu", "device of the model, as PyTorch names it"
-    )
-    dtype: str = option(
-        "float32",
-        "data type of weights and KV: float32, bfloat16 or float16",
-        choices=("float32", "bfloat16", "float16"),
-    )
+    device: str = device_option()
+    dtype: str = dtype_option()
 
     def reader(self) -> Reader:
         """The model. See :func:`load`."""

@@ -154,6 +154,9 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         """``req`` got slots into which another server, or SGLang from its copy on the host, will write KV."""
         if self.handover is None:
             return
+        if req.kv.retraction_backup is not None:
+            # SGLang, and the handover, load copies into these slots next. (SGLang 0.5.22 does not wait.)
+            self.reads.hold_stream()
         first = self.owner.once_more(self.handover.allocated, req)
         self.handover.loaded(req)
         if first is not None:
@@ -327,9 +330,8 @@ class _FreesSlots(_ReferenceCounted):
         **named: Any,
     ) -> Any:
         """Allocate whole pages behind ``prefix_lens`` up to ``seq_lens``, int64 ``[requests]``."""
-        page = self.page_size
-        pages = (seq_lens_cpu + page - 1) // page - (prefix_lens_cpu + page - 1) // page
-        self.reclaim_to(int(pages.sum()) * page)
+        pages = compat.get_num_new_pages(seq_lens_cpu, self.page_size, prefix_lens_cpu)
+        self.reclaim_to(pages * self.page_size)
         return super().alloc_extend(
             prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, *others, **named
         )
@@ -338,9 +340,8 @@ class _FreesSlots(_ReferenceCounted):
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, *others: Any, **named: Any
     ) -> Any:
         """Allocate a slot for each request's last token. ``seq_lens``: int64 ``[requests]``, with it."""
-        page = self.page_size
-        if self.free_size() < len(seq_lens_cpu) * page:
-            self.reclaim_to(int((seq_lens_cpu % page == 1).sum()) * page)
+        pages = compat.get_num_new_pages(seq_lens_cpu, self.page_size, decode=True)
+        self.reclaim_to(pages * self.page_size)
         return super().alloc_decode(seq_lens, seq_lens_cpu, *others, **named)
 
     def _free_slots(self, slots: torch.Tensor) -> None:

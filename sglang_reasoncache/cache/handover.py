@@ -77,10 +77,6 @@ class Handover:
         end = req.kv.kv_committed_len
         copied: Copied | None = getattr(req, COPIED, None)
         slots = self._slots(req, start, end)
-        if self._stream is not None and req.kv.retraction_backup is not None:
-            # SGLang, and we, load copies into these slots next. The forward in flight may still write slots of
-            # a request that ended. (SGLang 0.5.22 does not wait.)
-            torch.cuda.current_stream().wait_stream(self._stream)
         if copied is None:
             positions = torch.arange(start, end, device=slots.device)
         else:

@@ -10,6 +10,7 @@ copied, too. If sliding-window layers have a KV pool of their own, the last wind
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,10 +177,12 @@ class HostSwap:
         ):
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
-        states = tree.req_to_token_pool.mamba_pool if state is not None else None
         wanted = length * self._size("slot", lambda: self._copies(allocator, slots[:1]))
-        if states is not None and state is not None:
-            wanted += self._size("state", lambda: states.get_cpu_copy(state.slot))
+        if state is not None:
+            copy_state = functools.partial(
+                tree.req_to_token_pool.mamba_pool.get_cpu_copy, state.slot
+            )
+            wanted += self._size("state", copy_state)
         if window is not None:
             first = window[:1]
             size = self._size("window", lambda: allocator.window_pool.get_cpu_copy(first))
@@ -189,7 +192,7 @@ class HostSwap:
         if slots.is_cuda and self.num_bytes + wanted + idle_pinned() > 2 * self._limit:
             # PyTorch keeps freed pinned memory, and uses it again for tensors of a similar size only.
             torch.accelerator.memory.empty_host_cache()
-        kept_state = None if states is None or state is None else states.get_cpu_copy(state.slot)
+        kept_state = None if state is None else copy_state()
         kept_window = None if window is None else allocator.window_pool.get_cpu_copy(window)
         # Two copies: the tree may still have the first part when the request returns.
         kept = min(req.kv.cache_protected_len, length)

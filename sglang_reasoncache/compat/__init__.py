@@ -77,6 +77,7 @@ _MODULES: dict[str, list[str]] = {
         "GetInternalStateReqOutput",
     ],
     "disaggregation.utils": ["DisaggregationMode"],
+    "utils.common": ["get_num_new_pages"],
     "utils.auth": ["AuthLevel", "auth_level", "decide_request_auth"],
     "plugins": ["load_plugins"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],

@@ -43,8 +43,6 @@ from sglang_reasoncache.sharing.stats import SharingStats
 
 logger = logging.getLogger(__name__)
 
-#: The filter compares after so many tokens if blank lines are unknown. As long as steps often are.
-_STEP_WITHOUT_TEXT = 64
 #: The part of the free host memory that may keep the KV of retracted requests by default.
 _DEFAULT_SWAP = 0.1
 #: ``SharedRadixCache.most_pairs``: 200 new tokens behind 20,000 of latent rows; 1,000 behind 130,000 of a model
@@ -359,14 +357,18 @@ def _filter(
     meter.warm_up(page if page > 1 else config.block)
     settings = filter_config(config)
     if not vocabulary.pieces:
-        most = min(config.max_step_tokens, _STEP_WITHOUT_TEXT)
-        settings = dataclasses.replace(settings, max_step_tokens=most)
+        settings = dataclasses.replace(settings, max_step_tokens=_step_without_text(config))
     return FilterProcess(
         settings,
         vocabulary,
         None if markers is None else markers[:2],
         config.max_pending,
     )
+
+
+def _step_without_text(config: ReasonCacheConfig) -> int:
+    """After how many tokens the filter compares if blank lines are unknown. Steps are often that long."""
+    return min(config.max_step_tokens, 64)
 
 
 def schedulers_per_node(args: ServerArgs) -> int:
@@ -464,7 +466,7 @@ def settle_vocabulary(
             "reasoncache: %s; --enable-reasoncache finds equal runs by token ids alone and compares every %d "
             "tokens, because blank lines are unknown",
             why,
-            min(config.max_step_tokens, _STEP_WITHOUT_TEXT),
+            _step_without_text(config),
         )
         return resolved, Vocabulary(())
     name = "match" if config.random_ratio is None else "random_ratio"
