@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-agents`` compares servers on conversations whose history keeps the reasoning, as agents do.
 
-Some agents run at once, with the embedded reasoner. Each turn gives a new problem (or tool result) and goes on
-with everything said before: the prompt of a turn repeats the prompt and the whole response of the turn before.
-The KV pool is too small for all conversations. Servers take turns on the same conversations. Writes
-``agents.json``."""
+Some agents run at once. Each turn gives a new problem and goes on with everything said before: the prompt of a
+turn repeats the prompt and the whole response of the turn before. With ``--workload tools``, which the small
+reasoner serves, a turn also brings a tool's result, of which parts return in later turns. The first turn
+describes the tools, in the same words for all conversations. The KV pool is too small for all conversations.
+Servers take turns on the same conversations. Writes ``agents.json``."""
 
 import json
 import random
@@ -22,12 +23,19 @@ from eval import command
 from eval.bench.turns import spread, take_turns
 from eval.command import option
 from eval.methods import TUNED, find_method
+from eval.prose import prose, sentences_from
 from eval.runs.folder import write_json
 from eval.runs.options import specs
 from eval.runs.servers import Server, Servers
+from eval.small_reasoner import MODEL
+from eval.small_reasoner.task import make_problem as make_small_problem
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
-from eval.tiny_reasoner.task import Problem, make_problem
+from eval.tiny_reasoner.task import make_problem
 from eval.tokenizers import load_tokenizer
+
+#: Words of the tools' description in the system prompt, and the fewest and most words of a tool's result.
+_TOOLS = 250
+_RESULT = (150, 500)
 
 METHODS = ("dense:clip=64", "dense", "newest", "newest:aliased_nodes=false")
 
@@ -36,6 +44,11 @@ METHODS = ("dense:clip=64", "dense", "newest", "newest:aliased_nodes=false")
 class Options:
     methods: tuple[str, ...] = option(
         METHODS, "servers to compare; the first is the reference", read=specs, metavar="x,y"
+    )
+    workload: str = option(
+        "problems",
+        "problems (the embedded reasoner), or tools (the small reasoner, with tools' results)",
+        choices=("problems", "tools"),
     )
     agents: int = option(16, "conversations at once", least=1)
     turns: int = option(3, "turns of a conversation", least=2)
@@ -48,12 +61,53 @@ class Options:
     out: Path = option(Path("build/bench/agents"), "folder of turns.csv, agents.json and logs")
 
 
+class Problems:
+    """Turns that each give a problem to the embedded reasoner."""
+
+    def __init__(self, drawn: random.Random) -> None:
+        self._drawn = drawn
+
+    def turn(self) -> tuple[str, str]:
+        """The user's next message, and the answer that is right."""
+        problem = make_problem(self._drawn)
+        return problem.prompt, f"\\boxed{{ {problem.answer} }}"
+
+
+class ToolLoop:
+    """Turns that each bring a tool's result and a problem. A third of a result was in an earlier one, if there
+    is one. The first message begins with a description of tools, the same for all conversations."""
+
+    def __init__(self, drawn: random.Random) -> None:
+        self._drawn = drawn
+        self._prose = prose()
+        self._results: list[list[str]] = []
+
+    def turn(self) -> tuple[str, str]:
+        """The user's next message, and the answer that is right."""
+        problem = make_small_problem(self._drawn)
+        parts = [*self._result(), problem.prompt]
+        if len(self._results) == 1:
+            parts.insert(0, " ".join(sentences_from(self._prose, 0, _TOOLS)))
+        return "\n\n".join(parts), f"\\boxed{{{problem.answer}}}"
+
+    def _result(self) -> list[str]:
+        words = self._drawn.randint(*_RESULT)
+        start = self._drawn.randrange(len(self._prose))
+        lines = sentences_from(self._prose, start, words)
+        if self._results:
+            earlier = self._drawn.choice(self._results)
+            lines[: len(lines) // 3] = earlier[: len(lines) // 3]
+        self._results.append(lines)
+        return ["Result of the tool:", " ".join(lines)]
+
+
 class Agents:
     """Conversations with one server."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._tokenizer = load_tokenizer(str(CHECKPOINT))
+        self._conversation = ToolLoop if options.workload == "tools" else Problems
+        self._tokenizer = load_tokenizer(str(model_of(options)))
 
     def side(
         self, server: Server, totals: list[dict[str, Any]]
@@ -83,26 +137,27 @@ class Agents:
         return converse
 
     def _talk(self, server: Server, seed: int) -> list[dict[str, float]]:
-        drawn = random.Random(seed)
+        conversation = self._conversation(random.Random(seed))
         history: list[int] = []
         turns = []
         for turn in range(self._options.turns):
-            problem = make_problem(drawn)
-            history += self._tokens_of(problem)
+            message, answer = conversation.turn()
+            history += self._tokens_of(message)
             reply = ask(server, history, self._options.most)
             output = reply.pop("output")
-            text = self._tokenizer.decode(output)
-            right = f"\\boxed{{ {problem.answer} }}" in text
+            right = answer in self._tokenizer.decode(output)
             turns.append({"turn": turn, "prompt": len(history), "right": right, **reply})
             history = [*history, *output]
         return turns
 
-    def _tokens_of(self, problem: Problem) -> list[int]:
-        message = [{"role": "user", "content": problem.prompt}]
-        text = self._tokenizer.apply_chat_template(
-            message, tokenize=False, add_generation_prompt=True
-        )
+    def _tokens_of(self, message: str) -> list[int]:
+        turn = [{"role": "user", "content": message}]
+        text = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def model_of(options: Options) -> Path:
+    return MODEL if options.workload == "tools" else CHECKPOINT
 
 
 def ask(server: Server, prompt: Sequence[int], most: int) -> dict[str, Any]:
@@ -174,10 +229,14 @@ def work(options: Options) -> None:
     agents = Agents(options)
     totals: dict[str, list[dict[str, Any]]] = {name: [] for name in options.methods}
     shared = ("--max-total-tokens", str(options.slots), *options.server_flags)
-    with Servers(options.out, CHECKPOINT, "cpu", keep=len(options.methods)) as servers:
+    settings = {} if options.workload == "tools" else EMBEDDED_SETTINGS
+    model = model_of(options)
+    if not model.exists():
+        raise ValueError(f"{model}: no such folder; make small-model makes it")
+    with Servers(options.out, model, "cpu", keep=len(options.methods)) as servers:
         sides = {}
         for name in options.methods:
-            method = find_method(name, EMBEDDED_SETTINGS)
+            method = find_method(name, settings)
             if method.is_tuned:
                 raise ValueError(f"--methods: {TUNED} needs a run of eval.run; name its settings")
             server = servers.get(name, (*shared, *method.flags), method.env)

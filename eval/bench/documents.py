@@ -8,12 +8,10 @@ documents in unmarked prompts. Writes ``documents.json``."""
 import itertools
 import json
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import pandas as pd
@@ -23,6 +21,7 @@ from eval.bench.turns import spread, take_turns
 from eval.command import option
 from eval.fidelity.__main__ import Options as Gate
 from eval.fidelity.__main__ import work as through_the_gate
+from eval.prose import prose, sentences_from
 from eval.runs.folder import write_json, write_whole
 from eval.runs.servers import Servers
 from eval.serving import ServerProcess
@@ -76,18 +75,6 @@ class Options:
     )
     arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
-
-
-def prose() -> list[str]:
-    """English paragraphs from Python's documentation, which every Python installation has."""
-    every = itertools.chain(*(re.split(r"\n\s*\n", text) for text in topics.values()))
-    flat = (" ".join(paragraph.split()) for paragraph in every)
-    return sorted({text for text in flat if _is_prose(text)})
-
-
-def _is_prose(text: str) -> bool:
-    letters = sum(letter.isalpha() or letter == " " for letter in text)
-    return len(text) > 120 and text[-1] == "." and text.isascii() and letters > 0.9 * len(text)
 
 
 #: Documents, and questions: ``(question, lead, answer)``. The lead begins the response; the answer follows.
@@ -169,12 +156,7 @@ class Tasks:
 
     def _section(self) -> list[str]:
         """Sentences of consecutive paragraphs, at least ``_WORDS`` words in all."""
-        sentences = list[str]()
-        at = self._random.randrange(len(self._prose))
-        while sum(text.count(" ") for text in sentences) < _WORDS:
-            sentences += re.split(r"(?<=\.) (?=[A-Z])", self._prose[at % len(self._prose)])
-            at += 1
-        return sentences
+        return sentences_from(self._prose, self._random.randrange(len(self._prose)), _WORDS)
 
 
 class Live:
