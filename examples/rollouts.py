@@ -13,11 +13,13 @@ import httpx
 
 def exact_tokens(meta: dict[str, Any]) -> int:
     """Number of the response's first tokens that were computed before a block of it shared."""
-    record = meta["reasoncache"]
+    record = meta.get("reasoncache")
+    if record is None or record["continued"] is not None:
+        # It was aborted while it waited, or its prompt was approximate.
+        return 0
     began = [block[0] for block in (*record["blocks"], *record["blocks_across"])]
     began += [eviction[0] for eviction in record["evictions"]]
-    if record["continued"] is not None:
-        return 0
+    began += [start for start, _ in record["recomputed"]]
     first = min(began, default=meta["prompt_tokens"] + meta["completion_tokens"])
     return int(first - meta["prompt_tokens"])
 
@@ -41,7 +43,7 @@ def main() -> None:
     responses = reply.json()
     for number, response in enumerate(responses if isinstance(responses, list) else [responses]):
         meta = response["meta_info"]
-        record = meta["reasoncache"]
+        record = meta.get("reasoncache", {"blocks": [], "blocks_across": []})
         shared = len(record["blocks"]) + len(record["blocks_across"])
         print(
             f"sample {number}: {meta['completion_tokens']} tokens, {shared} blocks "

@@ -166,6 +166,15 @@ def test_variables_and_settings_that_exclude_each_other(monkeypatch: pytest.Monk
         refusals.check(_server_args())
 
 
+def test_what_parses_requests_without_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client could not opt out there."""
+    with pytest.raises(ValueError, match="--grpc-port"):
+        refusals.check(_server_args(grpc_port=50051))
+    monkeypatch.setenv("SGLANG_GRPC_PORT", "50051")
+    with pytest.raises(ValueError, match="SGLANG_GRPC_PORT"):
+        refusals.check(_server_args())
+
+
 def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NGRAM", "standalone", "EAGLE", "EAGLE3", "NEXTN"):
         refusals.check(_server_args(speculative_algorithm=name, speculative_eagle_topk=1))

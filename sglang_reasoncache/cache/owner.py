@@ -101,6 +101,10 @@ class SlotOwner(Protocol):
     def released(self, req: Request, row: HostRow) -> None:
         """A request finished, was aborted or was retracted. ``row``: the host's copy of its freed row."""
 
+    def dropped(self, rid: str) -> None:
+        """SGLang aborted the request with this id while it had no row: while it waited, or came from a chunk.
+        All ranks call this in the same step."""
+
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         """A prompt was composed of ``documents`` cached documents; see ``SharingStats.composed``."""
 
@@ -157,6 +161,9 @@ class NoOwner:
         pass
 
     def released(self, req: Request, row: HostRow) -> None:
+        pass
+
+    def dropped(self, rid: str) -> None:
         pass
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:

@@ -40,6 +40,7 @@ class Swapped:
     """The KV of a retracted request on the host. SGLang's request carries it.
 
     Attributes:
+        rid: SGLang's id of the request.
         length: Number of positions.
         runs: SGLang's copies of their KV, and of draft models' KV.
         cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory. None if keys
@@ -55,6 +56,7 @@ class Swapped:
 
     def __init__(
         self,
+        rid: str,
         length: int,
         runs: Sequence[CopiedRun],
         cached_at: torch.Tensor | None,
@@ -63,6 +65,7 @@ class Swapped:
         window: Any = None,
         in_window: int = 0,
     ) -> None:
+        self.rid = rid
         self.length = length
         self.runs = runs
         self.cached_at = cached_at
@@ -72,6 +75,14 @@ class Swapped:
         self.in_window = in_window
         self.is_valid = True
         self.num_bytes = _bytes_of((state, window, [run.tensors for run in runs]))
+
+    def drop(self) -> None:
+        """Free the copies, which may not be used any more."""
+        self.is_valid = False
+        self.runs = ()
+        self.state = None
+        self.window = None
+        self.num_bytes = 0
 
 
 def swapped_of(req: Request | None) -> Swapped | None:
@@ -137,11 +148,16 @@ class HostSwap:
     def forget(self) -> None:
         """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
         for copy in self._there:
-            copy.is_valid = False
-            copy.runs = ()
-            copy.state = None
-            copy.window = None
-            copy.num_bytes = 0
+            copy.drop()
+        if torch.cuda.is_initialized():
+            # A trainer beside the server may want the memory.
+            torch.accelerator.memory.empty_host_cache()
+
+    def dropped(self, rid: str) -> None:
+        """SGLang aborted the request with this id. Somebody may keep the request, such as a session."""
+        for copy in self._there:
+            if copy.rid == rid:
+                copy.drop()
 
     def out(
         self,
@@ -204,6 +220,7 @@ class HostSwap:
         # The copies waited for the device, so all positions are recorded.
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
         swapped = Swapped(
+            req.rid,
             length,
             runs,
             cached_at,

@@ -445,7 +445,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """SGLang asks whether a session keeps the row of ``req``, before it frees it. Only now do slots still
         have their peers in the window pool."""
         self._window = None
-        if self.token_to_kv_pool_allocator.swap is not None and not req.finished():
+        if self._swaps(req):
             with self.owner.contained_alone():
                 self._window = self._window_to_swap(req)
         return bool(super().claim_kv_row(req))
@@ -454,20 +454,29 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         state = None
         window = self._window
         self._window = None
-        if self.token_to_kv_pool_allocator.swap is not None and not req.finished():
+        if self._swaps(req):
             with self.owner.contained_alone():
                 state = self._state_to_swap(req)
         super().on_release(req, checkpointed=checkpointed)
         row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, NOTHING_SHARED)
         if not req.finished():
             self._swap_out(req, row, state, window)
-            if swapped_of(req) is None:
-                # Its prompt is matched again, or computed.
-                setattr(req, CONTINUED, None)
             handover = self.token_to_kv_pool_allocator.handover
             if handover is not None:
                 self.owner.once_more(handover.retracted, req, row)
         self.owner.released(req, row)
+        if not req.finished() and swapped_of(req) is None:
+            # Its prompt is matched again, or computed.
+            setattr(req, CONTINUED, None)
+
+    def finish(self, handle: Any, outcome: Any) -> None:
+        """SGLang is done with a request that has no row: with a request that waited, it was aborted."""
+        super().finish(handle, outcome)
+        if outcome != compat.CacheRequestOutcome.SUCCESS:
+            swap = self.token_to_kv_pool_allocator.swap
+            if swap is not None:
+                swap.dropped(handle.rid)
+            self.owner.dropped(handle.rid)
 
     def backup_kv_cache(self, req: Request) -> Any:
         """Copy a request that is being retracted on the decode server of a PD pair. SGLang's host pool copies
@@ -516,6 +525,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         peers: torch.Tensor = self.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(slots)
         return peers
 
+    def _swaps(self, req: Request) -> bool:
+        """Whether the KV of a request that is being retracted may go to the host. Without a prefix cache SGLang
+        admits requests that ignore the end of text by a way of their own, which loads nothing."""
+        loads = not (self.disable and req.sampling_params.ignore_eos)
+        return self.token_to_kv_pool_allocator.swap is not None and not req.finished() and loads
+
     def _swap_out(
         self,
         req: Request,
@@ -526,7 +541,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Keep the KV of a request that is retracted. Its slots are free already, but only a later forward
         rewrites them. A request that SGLang ends because it cannot retract it does not come back."""
         swap = self.token_to_kv_pool_allocator.swap
-        if swap is None or isinstance(req.last_node, Composition) or req.to_finish is not None:
+        if (
+            swap is None
+            or not self._swaps(req)
+            or isinstance(req.last_node, Composition)
+            or req.to_finish is not None
+        ):
             return
         # All ranks admit the same requests with the same numbers of tokens.
         swapped = self.owner.on_all(

@@ -59,6 +59,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.prefill_budget": ["PrefillBudget", "SWAPrefillBudget"],
     "mem_cache.unified_radix_cache": ["UnifiedRadixCache"],
     "mem_cache.base_prefix_cache": [
+        "CacheRequestOutcome",
         "EvictParams",
         "InsertParams",
         "InsertResult",
@@ -133,6 +134,10 @@ HOOK_TARGETS: dict[str, str] = {
     "retracted": "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
     "release": "sglang.srt.managers.schedule_batch.release_req",
     "pause": "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+    # Every way to load new weights ends in the first or the second.
+    "weights_loaded": _COMPONENTS
+    + "weight_updater.SchedulerWeightUpdaterManager.record_weight_version_after_update",
+    "weights_ended": _COMPONENTS + "weight_updater.SchedulerWeightUpdaterManager.end_weight_update",
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",
     "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",

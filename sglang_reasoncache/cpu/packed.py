@@ -21,6 +21,9 @@ ENV = "REASONCACHE_PACKED"
 _LEAST = 1 << 17
 #: How many rows packing is to suit. oneDNN multiplies any number of rows.
 _ROWS = 48
+#: How often weights were loaded into the model. SGLang's loaders write ``weight.data``, which leaves a weight's
+#: version as it is.
+_loads = 0
 
 
 def install() -> None:
@@ -30,15 +33,18 @@ def install() -> None:
     targets = compat.CPU_HOOK_TARGETS
     for name, hook in (("linear", _around_linear), ("lm_head", _around_lm_head)):
         compat.HookRegistry.register(targets[name], hook, compat.HookType.AROUND)
+    for name in ("weights_loaded", "weights_ended"):
+        compat.HookRegistry.register(compat.HOOK_TARGETS[name], after_load, compat.HookType.AFTER)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``x @ weight.T + bias``, fp32. ``x``: ``[..., k]``; ``weight``: ``[n, k]``; ``bias``: ``[n]`` or None."""
-    version, packed = getattr(weight, PACKED, (-1, None))
-    if version != weight._version:
+    current = weight._version, _loads
+    version, packed = getattr(weight, PACKED, (None, None))
+    if version != current:
         # The first product, or one after the weights were loaded anew in place.
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
-        setattr(weight, PACKED, (weight._version, packed))
+        setattr(weight, PACKED, (current, packed))
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return result
 
@@ -53,6 +59,12 @@ def suits(x: torch.Tensor, weight: Any) -> bool:
         and weight.numel() >= _LEAST
         and x.numel() > x.shape[-1]
     )
+
+
+def after_load(_result: Any, *_: Any, **__: Any) -> None:
+    """New weights were loaded."""
+    global _loads
+    _loads += 1
 
 
 def _around_linear(

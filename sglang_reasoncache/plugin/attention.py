@@ -177,6 +177,11 @@ def resolve_positions(
         logger.warning("reasoncache: nothing is shared, because: %s", reason)
         return dataclasses.replace(config, percentile=0), reason
     if config.positions == "as-cached":
+        if config.shares and (flags := refusals.deterministic(model_runner.server_args)):
+            # The keys have no positions. With as-cached from the operator the server does not start.
+            reason = "; ".join(flags)
+            logger.warning("reasoncache: nothing is shared, because: %s", reason)
+            return dataclasses.replace(config, percentile=0), reason
         return config, None
     if parts.rotations is not None:
         return dataclasses.replace(config, positions="corrected"), None

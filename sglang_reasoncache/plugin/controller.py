@@ -185,6 +185,11 @@ class Controller:
             if swap is not None:
                 swap.rests = False
 
+    def weights_changed(self) -> None:
+        """Load no KV from the host that older weights computed."""
+        if self.report.swap is not None:
+            self.report.swap.forget()
+
     def released(self, req: Request, row: HostRow) -> None:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
@@ -201,6 +206,10 @@ class Controller:
             if (row.saved or row.evicted or row.in_other_rows) and not self.report.slots_saved:
                 self.report.publish()
 
+    def dropped(self, rid: str) -> None:
+        with self.containment:
+            self.records.dropped(rid)
+
     def _count_ended(self, req: Request, record: RequestRecord | None, row: HostRow) -> None:
         """Report a finished request unless it was aborted."""
         if isinstance(req.finished_reason, compat.FINISH_ABORT):
@@ -213,10 +222,10 @@ class Controller:
             self.report.request_finished(req, record, row.saved + row.borrowed, row.evicted)
 
     def flushed(self) -> None:
-        """Start anew: SGLang flushes its cache, while no request runs. Distances
-        measured so far are dropped: a request that SGLang retracted for a pause may go on with new weights."""
+        """Start anew: SGLang flushes its cache, while no request runs. Distances measured so far are dropped: a
+        request that SGLang retracted for a pause may go on with new weights. How much to reserve for a request
+        is not: trainers flush at each step."""
         with self.containment:
-            self.shortage.forget()
             self.pipeline.reset()
             self.stats.reset()
             self.tracker.reset()

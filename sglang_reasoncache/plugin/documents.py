@@ -42,6 +42,10 @@ def around_generate(
 ) -> AsyncIterator[Any]:
     """Hook around SGLang's ``generate_request``, which every API calls: reads our header, and prefills marked
     documents first."""
+    config = config_of(manager.server_args)
+    if config is None:
+        # This server runs without the plugin; an earlier server in this process installed the hooks.
+        return original(manager, obj, request)
     header.apply(manager, obj, request)
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
@@ -53,8 +57,7 @@ def around_generate(
         return original(manager, obj, request)
     if marked:
         return _behind_documents(original, manager, obj, request)
-    config = config_of(manager.server_args)
-    if config is not None and config.documents == "auto" and _may_compose(obj):
+    if config.documents == "auto" and _may_compose(obj):
         return _behind_known(original, manager, obj, request, config)
     return original(manager, obj, request)
 

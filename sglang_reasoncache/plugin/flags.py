@@ -31,6 +31,8 @@ WORDS_ENV = "SGLANG_REASONCACHE"
 #: The HTTP application of SGLang's worker processes, as ``compat.APP_ENV`` names it.
 WORKER_APP = "sglang_reasoncache.plugin.worker:app"
 ENABLE = "enable_reasoncache"
+#: Whether this process has made flags of a server with the plugin.
+_is_enabled = False
 _PREFIX = "reasoncache_"
 _SET = _PREFIX + "set"
 
@@ -157,13 +159,19 @@ def engine_server_args(**kwargs: Any) -> Any:
     if enable is False:
         # Not even ``WORDS_ENV`` switches it on.
         setattr(server_args, CONFIG, None)
+    else:
+        # The variable may have been set after SGLang loaded its plugins.
+        before_resolving(server_args)
     return server_args
 
 
 def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     """Attach the config to ``server_args`` and install the hooks. Raises ValueError for refused settings."""
+    global _is_enabled
     if not enabled:
-        os.environ.pop(ENABLED_ENV, None)
+        if not _is_enabled:
+            # Inherited. Otherwise a server that this process made before may start its own processes only now.
+            os.environ.pop(ENABLED_ENV, None)
         if os.environ.get(compat.APP_ENV) == WORKER_APP:
             del os.environ[compat.APP_ENV]
         if given:
@@ -194,6 +202,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     # ServerArgs accept attributes that begin with an underscore, and keep them when pickled for the scheduler.
     setattr(server_args, CONFIG, config)
     os.environ[ENABLED_ENV] = "1"
+    _is_enabled = True
     if server_args.tokenizer_worker_num > 1:
         app = os.environ.get(compat.APP_ENV, compat.DEFAULT_APP)
         if app in (compat.DEFAULT_APP, WORKER_APP):

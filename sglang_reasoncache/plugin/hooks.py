@@ -37,6 +37,8 @@ def install() -> None:
         "decode_log_parts": _contained(_after_decode_log_parts, _after_decode_log_parts),
         "prefill_ready": _contained(_after_prefill_ready),
         "retracted": _contained(_after_retracted, _after_retracted),
+        "weights_loaded": _contained(_after_weights),
+        "weights_ended": _contained(_after_weights),
     }
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
@@ -98,6 +100,11 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     before a scheduler sees the request. With SGLang 0.5.22, or an application that the operator named
     (``compat.APP_ENV``), worker processes of ``--tokenizer-worker-num`` let wrong values through. The scheduler
     then treats a request with a wrong opt-out value as opted out, and ignores wrong documents."""
+    from sglang_reasoncache.config import config_of
+
+    if config_of(compat.get_server_args()) is None:
+        # This server runs without the plugin; an earlier server in this process installed the hooks.
+        return
     asked_of(params.custom_params)
     documents_of(params.custom_params)
 
@@ -241,6 +248,12 @@ def _around_pause(stock: Callable[[Any, Any], None], scheduler: Any, recv_req: A
         return
     with controller.pausing():
         stock(scheduler, recv_req)
+
+
+def _after_weights(controller: Controller, _result: Any, *_: Any, **__: Any) -> None:
+    """New weights were loaded, perhaps without a flush: SGLang computes the KV of requests that wait with
+    these."""
+    controller.weights_changed()
 
 
 def _around_release(stock: Callable[..., bool], **named: Any) -> bool:

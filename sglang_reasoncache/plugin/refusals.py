@@ -14,6 +14,8 @@ _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count sha
 _NO_HOOKS = "it parses requests where plugins have no hooks"
 _OWN_READS = "it reads what the stock backend prepares, which ours skips"
 _OWN_ROW = "a session keeps its row after the request"
+#: Why nothing is shared where inference must be deterministic.
+DEPENDS = "what a request reads depends on other requests"
 
 #: Field of SGLang's ServerArgs that excludes this plugin when set (a size: when above 1) -> reason.
 CONFLICTS: Mapping[str, str] = {
@@ -40,6 +42,7 @@ CONFLICTS: Mapping[str, str] = {
     "enable_prefill_cp": "a request is spread over ranks",
     "smg_grpc_mode": _NO_HOOKS,
     "grpc_mode": _NO_HOOKS,
+    "grpc_port": _NO_HOOKS,
     "use_ray": "plugins are not tested under Ray",
 }
 #: Values of --speculative-algorithm that this plugin supports, in upper case.
@@ -67,7 +70,7 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_nvidia_megakernel": _OWN_READS,
     "enable_amd_monokernel": _OWN_READS,
-    "enable_deterministic_inference": "a batch decides which kernel reads its requests",
+    "enable_deterministic_inference": DEPENDS,
 }
 #: Environment variable that excludes corrected keys on CUDA when set -> reason. SGLang itself sets the second
 #: variable for some models, and the third with ``--dwdp-size``.
@@ -84,6 +87,8 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
 }
 #: Environment variable that starts SGLang's server in Rust.
 _RUST_SERVER = "SGLANG_RUST_SERVER"
+#: Environment variable with the port of SGLang's gRPC server, which runs beside HTTP.
+_GRPC_PORT = "SGLANG_GRPC_PORT"
 #: Values that mean that a field is not set.
 _UNSET = (None, False, "", "null", "none", "cache", compat.TREE_BACKEND)
 
@@ -101,6 +106,8 @@ def check(args: ServerArgs) -> None:
         conflicts += _in_speculation(args, algorithm, args.page_size or 1)
     if _is_set(_RUST_SERVER):
         conflicts.append(f"{_RUST_SERVER} ({_NO_HOOKS})")
+    if os.environ.get(_GRPC_PORT):
+        conflicts.append(f"{_GRPC_PORT} ({_NO_HOOKS})")
     refuse("--enable-reasoncache", conflicts)
     check_page_size(args.page_size or 1)
 
@@ -133,6 +140,13 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
         conflicts.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")
     if args.moe_a2a_backend in models.DECODES_AS_PREFILLS:
         conflicts.append(f"--moe-a2a-backend {args.moe_a2a_backend} with speculation (untested)")
+    if algorithm.upper() == "NGRAM" and (
+        args.moe_a2a_backend not in _UNSET or args.moe_dense_tp_size
+    ):
+        conflicts.append(
+            "--speculative-algorithm NGRAM with --moe-a2a-backend or --moe-dense-tp-size (nothing would be "
+            "looked at while requests have a grammar)"
+        )
     if page_size > 1 and (args.speculative_eagle_topk or 1) > 1:
         conflicts.append(
             f"--page-size {page_size} with trees of drafted tokens (only chains are tested)"
@@ -242,14 +256,17 @@ def check_deterministic(config: ReasonCacheConfig, args: ServerArgs) -> None:
     shared with that flag (:data:`CORRECTED_CONFLICTS`)."""
     if not config.shares or config.positions != "as-cached":
         return
-    why = "what a request reads depends on other requests"
+    refuse(f"{flag_of('positions')} as-cached", deterministic(args))
+
+
+def deterministic(args: ServerArgs) -> list[str]:
+    """The flags with which a request may not read what depends on other requests, with the reason."""
     # SGLang switches the first on for the second.
     given = {
         "--enable-deterministic-inference": args.enable_deterministic_inference,
         "--rl-on-policy-target": args.rl_on_policy_target is not None,
     }
-    conflicts = [f"{flag} ({why})" for flag, is_given in given.items() if is_given]
-    refuse(f"{flag_of('positions')} as-cached", conflicts)
+    return [f"{flag} ({DEPENDS})" for flag, is_given in given.items() if is_given]
 
 
 def check_page_size(page_size: int) -> None:

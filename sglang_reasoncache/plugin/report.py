@@ -31,7 +31,7 @@ _RECENT_BLOCKS = 1024
 #: At most this many tokens of a response are kept in order to show its text.
 _KEPT_TOKENS = 16_384
 #: Fields of a finished request that ``GET /reasoncache/details?blocks=false`` leaves out.
-_OF_BLOCKS = ("blocks", "blocks_across", "sources", "evictions")
+_OF_BLOCKS = ("blocks", "blocks_across", "sources", "evictions", "recomputed")
 #: ``GET /reasoncache`` describes at most this many groups of requests with equal prompts.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
@@ -308,4 +308,5 @@ def _what_was_read(record: RequestRecord, most: int | None) -> dict[str, Any]:
         ][:most],
         "sources": list(sources),
         "evictions": list(record.eviction.evictions),
+        "recomputed": list(record.recomputed),
     }

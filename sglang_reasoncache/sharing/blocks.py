@@ -95,7 +95,8 @@ class Candidate:
         accepted: ``AdaptiveThreshold.epoch`` when the KV distance of the two was accepted; -1 if it was never
             accepted. During that epoch the distance is not judged again, even after a retraction.
         shared_at: How many positions had written KV when the block began to share; 0 if it never did. If a
-            retraction had its KV computed again, the time after the retraction.
+            retraction had its KV computed again, the time after the retraction (before: ``recomputed`` of
+            ``RequestRecord``).
         waits: Why the block was last refused and kept, to be asked about again; "" if it never was.
     """
 

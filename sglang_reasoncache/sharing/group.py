@@ -25,9 +25,9 @@ class Followed:
     ``Controller``) finds the request's prefill done again. ``reads_prompt``: whether its blocks may read blocks
     of its prompt.
 
-    SGLang does not call our code when it drops a request that is aborted while waiting to be scheduled again.
-    When such a request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The
-    thread that feeds the filter then tells the filter to forget the request.
+    SGLang may drop a request without calling our code. When such a request is garbage-collected, perhaps in
+    another thread, its id is appended to ``orphans``. The thread that feeds the filter then tells the filter to
+    forget the request.
     """
 
     def __init__(

@@ -68,16 +68,10 @@ class Shortage:
     """
 
     def __init__(self, slots: int, least: float = LEAST) -> None:
-        self._slots = slots
-        self._least = least
         self.headroom = Headroom(slots, least)
         self.steps = 0
         self._until = 0
         self._admits_again = False
-
-    def forget(self) -> None:
-        """Learn anew: SGLang flushes its cache, while no request runs."""
-        self.headroom = Headroom(self._slots, self._least)
 
     @property
     def is_now(self) -> bool:

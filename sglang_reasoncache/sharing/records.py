@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from sglang_reasoncache.cache.composition import marked
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.compat.carriers import RECORD
+from sglang_reasoncache.compat.carriers import CONTINUED, RECORD
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
 from sglang_reasoncache.filter.process import FilterProcess
@@ -64,6 +64,8 @@ class Records:
         self._orphans: collections.deque[int] = collections.deque()
         # SGLang's requests by the filter's ids. A request that SGLang dropped disappears from here.
         self._followed: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
+        # Requests that were retracted and wait to be prefilled again, by SGLang's id.
+        self._retracted: weakref.WeakValueDictionary[str, Request] = weakref.WeakValueDictionary()
         # Requests whose record has a row, by ``HostRow.number``, in the order in which they were prefilled.
         self._with_row: dict[int, Request] = {}
 
@@ -93,7 +95,11 @@ class Records:
         if row.first_shared is None:
             # All of it was computed again.
             record.copied = {}
+            if record.sampled is not None and getattr(req, CONTINUED, None) is None:
+                record.recomputed.append(record.sampled)
+        record.sampled = None
         record.row = row
+        self._retracted.pop(req.rid, None)
         self._with_row[row.number] = req
         if record.followed is not None:
             record.followed.join(True)
@@ -102,7 +108,9 @@ class Records:
         """SGLang freed ``row`` and will prefill the request again. Until then the request leaves its group."""
         record = record_of(req)
         if record is not None:
+            record.sampled = _sampled(req, record)
             self._lose_row(req, record, row)
+            self._retracted[req.rid] = req
             if record.followed is not None:
                 record.followed.join(False)
 
@@ -113,6 +121,14 @@ class Records:
             self._lose_row(req, record, row)
             if record.followed is not None:
                 record.followed.close()
+
+    def dropped(self, rid: str) -> None:
+        """SGLang aborted the request with this id. If it waited to be prefilled again, the filter forgets it:
+        it does not end, and somebody may keep it, such as a session."""
+        req = self._retracted.pop(rid, None)
+        record = None if req is None else record_of(req)
+        if record is not None and record.followed is not None:
+            record.followed.close()
 
     def _lose_row(self, req: Request, record: RequestRecord, row: HostRow) -> None:
         """Blocks in the ledger that would read or change the row leave it. Those of other requests become
@@ -167,8 +183,8 @@ class Records:
     # -- the filter -----------------------------------------------------------------------
 
     def close_dropped(self) -> None:
-        """Have the filter forget requests that SGLang dropped without a word: it does so when a request is
-        aborted while it waits to be scheduled again."""
+        """Have the filter forget requests that SGLang dropped without a word, as a decode server of a PD pair
+        does."""
         if self._process is not None:
             while self._orphans:
                 # The ranks find out at different times.
@@ -190,3 +206,17 @@ class Records:
         self._stats.requests_seen += 1
         self._stats.requests_opted_out += not yes
         return yes
+
+
+def _sampled(req: Request, record: RequestRecord) -> tuple[int, int] | None:
+    """Positions ``[begin, end)`` of the tokens that a request has sampled behind approximate KV. None if there
+    are none."""
+    prompt = len(req.origin_input_ids)
+    end = prompt + len(req.output_ids)
+    begins = [candidate.shared_at for candidate in record.approximate]
+    if getattr(req, CONTINUED, None) is not None:
+        begins.append(prompt)
+    # What was sampled when the request was retracted before, and is not computed again yet, counts still.
+    begins += [] if record.sampled is None else [record.sampled[0]]
+    begin = min(begins, default=end)
+    return (begin, end) if begin < end else None

@@ -36,6 +36,9 @@ class RequestRecord:
         redirected: Candidates that share now, in the order in which they began to share.
         copied: Candidates that shared before a retraction, after which the request's KV was copied back. Their
             positions hold copies of their sources' KV.
+        sampled: Since a retraction: positions ``[begin, end)`` of the tokens sampled behind approximate
+            KV. None if there are none.
+        recomputed: Such positions of retractions after which all KV was computed again, exactly.
         merges: The :class:`Merges` of the request's group, or of the request alone if it has no group.
         eviction: What evicting policies store about the request.
         steps: Number of reasoning steps whose blocks the filter looked for, as far as results were taken.
@@ -53,6 +56,8 @@ class RequestRecord:
     in_ledger: dict[BlockProposal, int] = field(default_factory=dict)
     redirected: list[Candidate] = field(default_factory=list)
     copied: dict[Candidate, None] = field(default_factory=dict)
+    sampled: tuple[int, int] | None = None
+    recomputed: list[tuple[int, int]] = field(default_factory=list)
     merges: Merges = field(default_factory=Merges)
     eviction: RowState = field(default_factory=RowState)
     steps: int = 0

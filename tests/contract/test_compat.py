@@ -60,7 +60,7 @@ HOOKS = {
     "load_batch": "self forward_batch pp_proxy_tensors",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "retracted": "self",
-    "pause": "self recv_req",
+    "pause": "self recv_req", "weights_loaded": "self weight_version", "weights_ended": "self recv_req",
     "release": "req remaing_req_count ...",
     "linear": "self layer x bias", "lm_head": "self hidden_states lm_head embedding_bias ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from eval.serving import MODEL_NAME, ServerProcess, free_port
 from sglang_reasoncache.custom_params import HEADER, ROUTED_HEADER
@@ -432,3 +435,59 @@ def test_a_pause_keeps_no_kv_of_what_it_retracts(server: ServerProcess) -> None:
     assert found["text"] == generate(server, text, 600)["text"]
     computed = [int(n) for n in re.findall(r"#new-token: (\d+)", server.log_text(start))]
     assert max(computed) > 48, "more than the prompt was computed again"
+
+
+@pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_nothing_of_older_weights_is_read(
+    server: ServerProcess, model_path: Path, tmp_path: Path, mode: str
+) -> None:
+    """As trainers do, pause a server that is short of slots, update its weights, and go on. What was asked then
+    is answered as after a fresh start, and nothing is held."""
+    todo = prompts(6, seed=62)
+    changed = changed_weights(model_path, tmp_path / "changed")
+
+    def load(path: Path, flush: bool) -> None:
+        body = {"model_path": str(path), "flush_cache": flush}
+        answer = server.post("/update_weights_from_disk", json=body)
+        assert answer.json()["success"], answer.text
+
+    def texts() -> list[str]:
+        return [generate(server, text, 80)["text"] for text in todo]
+
+    before = texts()
+    start = server.log_size()
+    with ThreadPoolExecutor(len(todo)) as pool:
+        asked = [pool.submit(generate, server, text, 600) for text in todo]
+        while server.log_text(start).count("Decode batch") < 6:
+            assert not all(each.done() for each in asked)
+            time.sleep(0.1)
+        server.post("/pause_generation", json={"mode": mode}).raise_for_status()
+        # SGLang flushes no cache that running requests read.
+        load(changed, flush=mode == "retract")
+        server.post("/continue_generation", json={}).raise_for_status()
+        assert all(each.result()["text"] for each in asked)
+    wait_until_idle(server)
+    try:
+        if mode == "in_place":
+            load(changed, flush=True)
+        after = texts()
+        assert_whole(server, start)
+        assert texts() == after != before
+    finally:
+        load(model_path, flush=True)
+    assert texts() == before
+
+
+def changed_weights(model: Path, target: Path) -> Path:
+    """A copy of a model's folder with other weights."""
+    shutil.copytree(model, target)
+    file = target / "model.safetensors"
+    weights = load_file(file)
+    drawn = torch.Generator().manual_seed(5)
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            noise = torch.randn(weight.shape, generator=drawn)
+            weights[name] = weight + 0.4 * weight.std() * noise.to(weight.dtype)
+    save_file(weights, file, metadata={"format": "pt"})
+    return target

@@ -169,7 +169,9 @@ class Rig:
             is_draft_worker=False,
             is_generation=True,
             decode_attention_backend_str="triton",
-            server_args=SimpleNamespace(),
+            server_args=SimpleNamespace(
+                enable_deterministic_inference=False, rl_on_policy_target=None
+            ),
         )
 
     def batch(self, new: list[int]) -> ForwardBatch:

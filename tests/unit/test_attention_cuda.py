@@ -268,6 +268,19 @@ def test_rows_that_share_as_cached_need_our_kernels_at_page_sizes_above_1(
             assert f"nothing is shared, because: {reason}" in caplog.messages[-1]
 
 
+@pytest.mark.parametrize("flag", ["enable_deterministic_inference", "rl_on_policy_target"])
+def test_keys_without_positions_are_not_shared_where_inference_is_deterministic(flag: str) -> None:
+    """They need no rotation, so nothing else would refuse them."""
+    runner = Rig(shifted=0.0).runner
+    runner.prefill_attention_backend_str = runner.decode_attention_backend_str = "triton"
+    runner.server_args = SimpleNamespace(
+        **{"enable_deterministic_inference": False, "rl_on_policy_target": None, flag: "fsdp"}
+    )
+    config = ReasonCacheConfig(positions="as-cached")
+    found, reason = attention.resolve_positions(config, attention.AttentionParts(), runner)
+    assert not found.shares and str(reason).startswith("--" + flag.replace("_", "-"))
+
+
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_asks_for_our_kernels(positions: str) -> None:
     """Without an evicting policy SGLang's backend is used. Policies over two backends are refused later."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_reasoncache.cpu import packed
 
@@ -35,6 +36,16 @@ def test_new_weights_are_packed_anew() -> None:
     assert packed.product(x, weight, None).equal(first)
     assert getattr(weight, packed.PACKED)[1] is kept
     weight.mul_(2)
+    torch.testing.assert_close(packed.product(x, weight, None), 2 * first, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_that_sglang_loads_are_packed_anew() -> None:
+    """Its loaders write ``weight.data``, which has a version of its own."""
+    weight = weight_of(640, 256)
+    x = torch.randn(4, 256)
+    first = packed.product(x, weight, None)
+    default_weight_loader(weight, 2 * weight)
+    packed.after_load(None)
     torch.testing.assert_close(packed.product(x, weight, None), 2 * first, rtol=1e-5, atol=1e-4)
 
 

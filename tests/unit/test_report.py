@@ -21,7 +21,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from sglang_reasoncache import compat
 from sglang_reasoncache.plugin import hooks, page, report, routes
 from sglang_reasoncache.sharing.blocks import Candidate, Run
-from sglang_reasoncache.sharing.request import RequestRecord
+from sglang_reasoncache.sharing.request import RequestRecord, known_record
 from tests.eviction.rows import SINGLE, begun
 from tests.property.world import Eviction, Pair, SlowMeter, World
 
@@ -225,3 +225,32 @@ def test_the_admin_key_guards_single_requests(
             header = {} if key is None else {"Authorization": f"Bearer {key}"}
             status = client.get(path, headers=header).status_code
             assert status == (200 if wanted in (None, key) else 401), (path, key)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["not shared again", "shared again"])
+def test_a_record_says_what_was_sampled_before_kv_was_computed_again(again: bool) -> None:
+    """After a retraction for a pause all KV is exact, but tokens were sampled behind approximate KV."""
+    world = World(dataclasses.replace(SINGLE, slots=400, when="always"))
+    req = world.start()
+    world.propose(req, Pair(20, 8))
+    assert world.controller.after_decode([req])
+    [block] = known_record(req).redirected
+    began = block.shared_at
+    for _ in range(30):
+        world.step(req)
+    length = len(req.origin_input_ids) + len(req.output_ids)
+    with world.controller.pausing():
+        world.retract(req)
+    world.come_back(req)
+    for _ in range(4):
+        if again:
+            world.controller.after_decode([req])
+        world.step(req)
+    if not again:
+        known_record(req).pending.clear()
+        known_record(req).candidates.clear()
+        world.controller.after_decode([req])
+    read = report._what_was_read(known_record(req), None)
+    assert read["recomputed"] == [(began, length)]
+    assert [entry[0] >= length for entry in read["blocks"]] == [True] * again
+    world.finish(req)

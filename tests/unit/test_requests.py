@@ -17,6 +17,8 @@ from transformers import AutoTokenizer
 
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache import compat, custom_params
+from sglang_reasoncache.compat.carriers import CONFIG
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, Asked, asked_by, asked_of, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
@@ -32,12 +34,20 @@ SPELLINGS = {
 
 @pytest.fixture(autouse=True)
 def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = SimpleNamespace(**{CONFIG: ReasonCacheConfig()})
+    monkeypatch.setattr(compat, "get_server_args", lambda: serving)
     monkeypatch.setattr(SamplingParams, "verify", SamplingParams.verify)
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(HookRegistry, "_hooks", {})
     target = compat.HOOK_TARGETS["verify"]
     HookRegistry._hooks[target] = [(HookType.AFTER, hooks._after_verify, None)]
     HookRegistry.apply_hooks()
+
+
+def test_a_server_without_the_plugin_takes_any_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier server in the process has installed the hooks; the key may mean something else there."""
+    monkeypatch.setattr(compat, "get_server_args", SimpleNamespace)
+    SamplingParams(custom_params={OPT_OUT_KEY: "maybe", "documents": ["a"]}).verify(10)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.session.session_controller import Session, SessionReqNode
 
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.cache.swap import swapped_of
@@ -311,3 +313,64 @@ def test_a_copy_that_was_not_loaded_is_dropped() -> None:
     assert swapped_of(req) is None and swap.num_bytes == 0
     world.abort(req)
     world.assert_empty()
+
+
+@pytest.mark.parametrize("in_session", [False, True], ids=["alone", "in a session"])
+def test_what_an_aborted_request_leaves_is_dropped(in_session: bool) -> None:
+    """While it waits, and although a session keeps the request for its next turns."""
+    world, req = started(SETUPS[0], 1 << 20, Pair(8, 24))
+    swap: Any = world.allocator.swap
+    record = record_of(req)
+    assert record is not None and record.followed is not None
+    number = record.followed.id
+    if in_session:
+        req.session = Session(1000, "s")
+        req.session.req_nodes[req.rid] = SessionReqNode(req)
+    world.retract(req)
+    assert swap.num_bytes > 0
+    world.tree.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
+    assert swap.num_bytes == 0 and swapped_of(req) is None
+    assert number in world.engine.closed
+    world.engine.closed.clear()
+    del req
+    other = world.start("other", 300)
+    world.controller.after_decode([other])
+    assert not world.engine.closed, "the filter was told twice"
+
+
+def test_nothing_is_copied_for_a_request_that_could_not_load_it() -> None:
+    """Without a prefix cache SGLang admits requests that ignore the end of text without asking the tree."""
+    for ignores in (False, True):
+        world = World(replace(SETUPS[0], swap=1 << 20), no_tree=True)
+        req = world.start()
+        req.sampling_params.ignore_eos = ignores
+        world.retract(req)
+        assert (swapped_of(req) is None) == ignores
+        computed = admitted(world, req)
+        assert (computed > 1) == ignores
+        world.finish(req)
+
+
+def test_nothing_of_older_weights_is_loaded() -> None:
+    world, req = started(SETUPS[0])
+    swap: Any = world.allocator.swap
+    world.retract(req)
+    assert swap.num_bytes > 0
+    world.controller.weights_changed()
+    assert swapped_of(req) is None and swap.num_bytes == 0
+    assert admitted(world, req) > 1
+    world.finish(req)
+    world.assert_empty()
+
+
+def test_what_comes_back_was_not_computed_again() -> None:
+    """So the record lists its blocks, and nothing that was sampled before exact KV was computed."""
+    world, req = started(SETUPS[0], 1 << 20, Pair(8, 24))
+    world.retract(req)
+    admitted(world, req)
+    world.step(req)
+    world.controller.after_decode([req])
+    record = record_of(req)
+    assert record is not None and len(record.approximate) == 1
+    assert record.recomputed == [] and record.sampled is None
+    world.finish(req)
