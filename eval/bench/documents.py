@@ -25,6 +25,7 @@ from eval.prose import prose, sentences_from
 from eval.runs.folder import write_json, write_whole
 from eval.runs.servers import Servers
 from eval.serving import ServerProcess
+from eval.small_reasoner.task import NAMES
 from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
@@ -38,10 +39,11 @@ FOUND = "auto"
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
-#: Questions asked about a set, documents in a set, words in a document. Few-shot sets have other sizes.
+#: Questions asked about a set, documents in a set. Few-shot sets have other sizes.
 _QUESTIONS = 4
 _SET = 5
-_WORDS = 150
+#: Most tokens of a row, per word of its documents.
+_TOKENS_A_WORD = 2
 
 _PLACES = (
     "north gate,harbour office,east tower,glass house,old library,boat shed,clock room,wine cellar"
@@ -71,8 +73,12 @@ class Options:
     )
     tasks: tuple[str, ...] = option(
         ("distinct", "rivals", "few-shot", "repeat"),
-        "questions: for facts of several kinds or of one, for labels, for the documents' words",
+        "questions: for facts of several kinds or of one, for labels, for the documents' words, or (hops) for "
+        "what two documents say together",
     )
+    model: Path = option(MODEL, "folder of the model that answers, without a server")
+    words: int = option(150, "fewest words of a document", least=20)
+    threads: int = option(2, "threads of PyTorch, without a server", least=1)
     arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
 
@@ -84,12 +90,18 @@ Drawn = tuple[list[str], list[tuple[str, str, str]]]
 class Tasks:
     """Draws sets of documents with questions."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, words: int, seed: int = 0) -> None:
+        self._words = words
         self._random = random.Random(seed)
         self._prose = prose()
 
     def rows(self, task: str, count: int) -> Iterator[dict[str, Any]]:
-        make = {"distinct": self.distinct, "rivals": self.rivals, "few-shot": self.few_shot}
+        make = {
+            "distinct": self.distinct,
+            "rivals": self.rivals,
+            "few-shot": self.few_shot,
+            "hops": self.hops,
+        }
         for number in range(-(-count // _QUESTIONS)):
             documents, questions = make.get(task, self.repeat)()
             system = _SYSTEM if task != "few-shot" else "Label the last word as in the examples."
@@ -107,6 +119,33 @@ class Tasks:
         places = self._random.sample(_PLACES.split(","), _SET)
         codes = [f"he access code of the {place}" for place in places]
         return self._with_facts({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
+
+    def hops(self) -> Drawn:
+        """One document says who keeps the key of a place, another one what code this person has."""
+        draw = self._random.sample
+        places = draw(_PLACES.split(","), _SET)
+        people = draw(NAMES, _SET)
+        codes = [self._random.randint(1000, 9999) for _ in people]
+        documents = []
+        for at in range(_SET):
+            # The next document has the code of the keeper.
+            keeper = (at + 1) % _SET
+            section = self._section()
+            for fact in (
+                f"The key of the {places[at]} is kept by {people[keeper]}.",
+                f"The code of {people[at]} is {codes[at]}.",
+            ):
+                section.insert(self._random.randint(0, len(section)), fact)
+            documents.append(" ".join(section))
+        questions = [
+            (
+                f"Who keeps the key of the {places[at]}, and what is this person's code?",
+                f"The code of the person who keeps the key of the {places[at]} is",
+                f" {codes[(at + 1) % _SET]}",
+            )
+            for at in range(_SET)
+        ]
+        return documents, questions
 
     def few_shot(self) -> Drawn:
         """Each document labels three words of each of two kinds; questions ask for another word's label."""
@@ -155,8 +194,8 @@ class Tasks:
         return documents, questions
 
     def _section(self) -> list[str]:
-        """Sentences of consecutive paragraphs, at least ``_WORDS`` words in all."""
-        return sentences_from(self._prose, self._random.randrange(len(self._prose)), _WORDS)
+        """Sentences of consecutive paragraphs."""
+        return sentences_from(self._prose, self._random.randrange(len(self._prose)), self._words)
 
 
 class Live:
@@ -239,10 +278,18 @@ def live_row(samples: pd.DataFrame, side: str) -> dict[str, Any]:
 def work(options: Options) -> None:
     """Measure and write the results. Prompts that ``eval.fidelity`` measured before are not measured again."""
     path = options.out / "documents" / "questions.jsonl"
-    draw = Tasks().rows
+    draw = Tasks(options.words).rows
     rows = [*itertools.chain(*(draw(task, options.questions) for task in options.tasks))]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    gate = Gate(MODEL, documents=path, arms=options.arms, out=path.with_name("gate.json"))
+    cap = max(Gate.cap, _TOKENS_A_WORD * options.words * _SET)
+    gate = Gate(
+        options.model,
+        documents=path,
+        arms=options.arms,
+        cap=cap,
+        threads=options.threads,
+        out=path.with_name("gate.json"),
+    )
     records = through_the_gate(gate) if rows else []
     results = [{"task": row.pop("group"), "method": row.pop("arm"), **row} for row in records]
     write_json(options.out / "documents.json", {"rows": results})
