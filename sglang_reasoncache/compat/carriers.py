@@ -9,7 +9,7 @@
 - ``Req``, attribute :data:`SWAPPED`: the KV of a retracted request on the host (``cache/swap.py``).
 - ``Req``, attribute :data:`COPIED`: what SGLang's own copy of a retracted request's KV lacks
   (``cache/handover.py``).
-- ``Req``, attribute :data:`CONTINUED`: which cached positions of a prompt are approximate (``cache/tree.py``).
+- ``Req``, attribute :data:`CONTINUED`: which cached positions of a prompt are approximate (``cache/tree/``).
 - ``Req.customized_info``: what a response says that asked for a record (``plugin/report.py``).
 - ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
 - ``Req.last_node`` and prefix matches: a ``Continued`` in place of a node id (``cache/continuation.py``).
@@ -18,7 +18,7 @@
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.
 - ``GetInternalStateReq.rid``: the HTTP path that says what is asked of a scheduler (``plugin/hooks.py``).
 - ``Req.lock``: a ``CompositionLock`` with a lock for each path of a composition (``cache/composition.py``);
-  a ``ContinuedLock`` with the continuations that the request reads (``cache/tree.py``).
+  a ``ContinuedLock`` with the continuations that the request reads (``cache/tree/base.py``).
 - The wrapper of a hybrid model's backends: the method ``can_run_prefill_cuda_graph`` of our backend
   (``plugin/hooks.py``).
 - ``TokenizerManager``, attribute :data:`COMPOSES`: whether schedulers compose prompts

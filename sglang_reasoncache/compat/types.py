@@ -35,7 +35,7 @@ class RequestKV(Protocol):
 class Request(Protocol):
     rid: str
     kv: RequestKV
-    #: SGLang's ``TreeLock`` of the request's prefix, or one of ours (``cache/tree.py``).
+    #: SGLang's ``TreeLock`` of the request's prefix, or one of ours (``cache/tree/base.py``).
     lock: Any
     origin_input_ids: Sequence[int]
     output_ids: Sequence[int]
