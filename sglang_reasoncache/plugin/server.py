@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.arguments import SET
 from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -31,13 +30,18 @@ from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers
-from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.assemble import assemble, room_of
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.disaggregation import PreallocAdmission
-from sglang_reasoncache.plugin.reasoning import reasoning_markers
 from sglang_reasoncache.plugin.report import SharingMetrics
+from sglang_reasoncache.plugin.tokenizer import (
+    markers_of,
+    settle_vocabulary,
+    step_without_text,
+    tokenizer_of,
+)
 from sglang_reasoncache.sharing.meter import BlockMeter
 from sglang_reasoncache.sharing.stats import SharingStats
 
@@ -250,7 +254,7 @@ class ServerParts:
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig
     ) -> Controller:
         active = resolved.config.is_active
-        tokenizer = _tokenizer(context) if active else context.tp_worker.tokenizer
+        tokenizer = tokenizer_of(context) if active else context.tp_worker.tokenizer
         resolved, vocabulary = settle_vocabulary(resolved, tokenizer)
         config = resolved.config
         params = context.params
@@ -278,7 +282,7 @@ class ServerParts:
             num_heads=self._heads(),
             ranks=ranks,
         )
-        markers = _markers(args.reasoning_parser, tokenizer, config)
+        markers = markers_of(args.reasoning_parser, tokenizer, config)
         swap = self._swap(tree, resolved, args)
         continues = self._continues(tree, config, args)
         documents_off = self._documents_off(tree, config, args)
@@ -357,18 +361,13 @@ def _filter(
     meter.warm_up(page if page > 1 else config.block)
     settings = filter_config(config)
     if not vocabulary.pieces:
-        settings = dataclasses.replace(settings, max_step_tokens=_step_without_text(config))
+        settings = dataclasses.replace(settings, max_step_tokens=step_without_text(config))
     return FilterProcess(
         settings,
         vocabulary,
         None if markers is None else markers[:2],
         config.max_pending,
     )
-
-
-def _step_without_text(config: ReasonCacheConfig) -> int:
-    """After how many tokens the filter compares if blank lines are unknown. Steps are often that long."""
-    return min(config.max_step_tokens, 64)
 
 
 def schedulers_per_node(args: ServerArgs) -> int:
@@ -444,81 +443,6 @@ def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
             "--enable-reasoncache needs the same settings on all tensor-parallel ranks, which differ in: "
             + "; ".join(differ)
         )
-
-
-def settle_vocabulary(
-    resolved: ResolvedConfig, tokenizer: Any
-) -> tuple[ResolvedConfig, Vocabulary]:
-    """The vocabulary of ``tokenizer``; without pieces if it cannot be read. The filter then finds equal runs by
-    token ids alone. What compares steps needs their texts: nothing is shared then, and the returned settings
-    say why. A line in the log tells either."""
-    config = resolved.config
-    if not config.shares:
-        return resolved, Vocabulary(())
-    why = "there is no tokenizer"
-    if tokenizer is not None:
-        try:
-            return resolved, vocabulary_of(tokenizer)
-        except ValueError as error:
-            why = str(error)
-    if config.match == "runs" and config.random_ratio is None:
-        logger.warning(
-            "reasoncache: %s; --enable-reasoncache finds equal runs by token ids alone and compares every %d "
-            "tokens, because blank lines are unknown",
-            why,
-            _step_without_text(config),
-        )
-        return resolved, Vocabulary(())
-    name = "match" if config.random_ratio is None else "random_ratio"
-    why = f"{why}, and {SET} {name}={getattr(config, name)} needs the text of steps"
-    logger.warning(
-        "reasoncache: nothing is shared, because: %s; --reasoncache-preset newest does not need it",
-        why,
-    )
-    settings = dataclasses.replace(config, percentile=0)
-    return dataclasses.replace(resolved, config=settings, uncorrected=why), Vocabulary(())
-
-
-def _tokenizer(context: TreeCacheBuildContext) -> Any:
-    """The model's tokenizer, which steps and markers of reasoning need. With ``--skip-tokenizer-init`` SGLang's
-    schedulers load none, so we do. None, and a line in the log, if it cannot be loaded."""
-    if context.tp_worker.tokenizer is not None:
-        return context.tp_worker.tokenizer
-    serving = compat.get_serving()
-    model = compat.get_model()
-    try:
-        return compat.get_tokenizer(
-            serving.tokenizer_path,
-            tokenizer_mode=serving.tokenizer_mode,
-            trust_remote_code=model.trust_remote_code,
-            revision=model.revision,
-            tokenizer_backend=serving.tokenizer_backend,
-        )
-    except Exception as error:
-        # The code of a custom tokenizer may raise anything.
-        logger.warning(
-            "reasoncache: --skip-tokenizer-init is set, and the plugin cannot load --tokenizer-path %s either, "
-            "so no --reasoning-parser is followed: %s",
-            serving.tokenizer_path,
-            error,
-        )
-        return None
-
-
-def _markers(
-    parser: str | None, tokenizer: Any, config: ReasonCacheConfig
-) -> ReasoningMarkers | None:
-    """The tokens that start and end reasoning. None if all output may share. Raises ValueError if
-    ``config.span`` is ``reasoning`` and these tokens are unknown."""
-    if config.span == "response":
-        return None
-    markers = reasoning_markers(parser, tokenizer)
-    if markers is None and config.span == "reasoning":
-        raise ValueError(
-            "--reasoncache-span reasoning needs a --reasoning-parser whose markers are single "
-            f"tokens of the model, got {parser!r}"
-        )
-    return markers
 
 
 def dp_rank() -> int:

@@ -11,6 +11,7 @@ from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.plugin import server
+from sglang_reasoncache.plugin.tokenizer import settle_vocabulary, tokenizer_of
 from tests.filter.made_tokenizers import made
 
 
@@ -30,14 +31,14 @@ def _resolved(**settings: Any) -> ResolvedConfig:
 
 def test_a_tokenizer_that_can_be_read_changes_no_settings() -> None:
     resolved = _resolved()
-    found, vocabulary = server.settle_vocabulary(resolved, made("gpt2"))
+    found, vocabulary = settle_vocabulary(resolved, made("gpt2"))
     assert found is resolved and len(vocabulary.pieces) == len(made("gpt2"))
 
 
 @pytest.mark.parametrize("tokenizer", [_Unreadable(), None], ids=["unreadable", "none"])
 def test_equal_runs_share_by_token_ids(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     resolved = _resolved()
-    found, vocabulary = server.settle_vocabulary(resolved, tokenizer)
+    found, vocabulary = settle_vocabulary(resolved, tokenizer)
     assert found is resolved and not vocabulary.pieces
     (line,) = caplog.messages
     told = "there is no tokenizer" if tokenizer is None else "cannot read the tokens of _Unreadable"
@@ -51,7 +52,7 @@ def test_the_filter_then_compares_often(
 ) -> None:
     """A passage that comes again is found once ``expected`` tokens of it are there."""
     resolved = _resolved(max_step_tokens=most, min_age=0, direction="oldest")
-    _, vocabulary = server.settle_vocabulary(resolved, _Unreadable())
+    _, vocabulary = settle_vocabulary(resolved, _Unreadable())
     asked: list[Any] = []
     monkeypatch.setattr(server, "FilterProcess", lambda *args: asked.append(args))
     meter: Any = SimpleNamespace(warm_up=lambda _block: None)
@@ -76,14 +77,14 @@ def test_the_filter_then_compares_often(
 def test_what_compares_steps_shares_nothing(
     settings: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found, vocabulary = server.settle_vocabulary(_resolved(**settings), _Unreadable())
+    found, vocabulary = settle_vocabulary(_resolved(**settings), _Unreadable())
     assert not found.config.shares and not vocabulary.pieces and found.learns
     assert found.uncorrected is not None and found.uncorrected in caplog.text
     assert f"--reasoncache-set {named} needs the text of steps" in found.uncorrected
     (line,) = caplog.messages
     assert "nothing is shared, because: " in line and "--reasoncache-preset newest" in line
     caplog.clear()
-    assert server.settle_vocabulary(found, _Unreadable())[0] is found
+    assert settle_vocabulary(found, _Unreadable())[0] is found
     assert not caplog.messages
 
 
@@ -103,6 +104,6 @@ def test_a_tokenizer_that_sglang_does_not_load_may_be_absent(
     monkeypatch.setattr(compat, "get_model", lambda: model, raising=False)
     monkeypatch.setattr(compat, "get_tokenizer", fails, raising=False)
     context: Any = SimpleNamespace(tp_worker=SimpleNamespace(tokenizer=None))
-    assert server._tokenizer(context) is None
+    assert tokenizer_of(context) is None
     (line,) = caplog.messages
     assert "--skip-tokenizer-init" in line and "/nowhere" in line and "no such file" in line
