@@ -25,7 +25,6 @@ from eval.prose import prose, sentences_from
 from eval.runs.folder import write_json, write_whole
 from eval.runs.servers import Servers
 from eval.serving import ServerProcess
-from eval.small_reasoner.task import NAMES
 from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
@@ -73,8 +72,7 @@ class Options:
     )
     tasks: tuple[str, ...] = option(
         ("distinct", "rivals", "few-shot", "repeat"),
-        "questions: for facts of several kinds or of one, for labels, for the documents' words, or (hops) for "
-        "what two documents say together",
+        "questions: for facts of several kinds or of one, for labels, for the documents' words",
     )
     model: Path = option(MODEL, "folder of the model that answers, without a server")
     words: int = option(150, "fewest words of a document", least=20)
@@ -96,12 +94,7 @@ class Tasks:
         self._prose = prose()
 
     def rows(self, task: str, count: int) -> Iterator[dict[str, Any]]:
-        make = {
-            "distinct": self.distinct,
-            "rivals": self.rivals,
-            "few-shot": self.few_shot,
-            "hops": self.hops,
-        }
+        make = {"distinct": self.distinct, "rivals": self.rivals, "few-shot": self.few_shot}
         for number in range(-(-count // _QUESTIONS)):
             documents, questions = make.get(task, self.repeat)()
             system = _SYSTEM if task != "few-shot" else "Label the last word as in the examples."
@@ -119,33 +112,6 @@ class Tasks:
         places = self._random.sample(_PLACES.split(","), _SET)
         codes = [f"he access code of the {place}" for place in places]
         return self._with_facts({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
-
-    def hops(self) -> Drawn:
-        """One document says who keeps the key of a place, another one what code this person has."""
-        draw = self._random.sample
-        places = draw(_PLACES.split(","), _SET)
-        people = draw(NAMES, _SET)
-        codes = [self._random.randint(1000, 9999) for _ in people]
-        documents = []
-        for at in range(_SET):
-            # The next document has the code of the keeper.
-            keeper = (at + 1) % _SET
-            section = self._section()
-            for fact in (
-                f"The key of the {places[at]} is kept by {people[keeper]}.",
-                f"The code of {people[at]} is {codes[at]}.",
-            ):
-                section.insert(self._random.randint(0, len(section)), fact)
-            documents.append(" ".join(section))
-        questions = [
-            (
-                f"Who keeps the key of the {places[at]}, and what is this person's code?",
-                f"The code of the person who keeps the key of the {places[at]} is",
-                f" {codes[(at + 1) % _SET]}",
-            )
-            for at in range(_SET)
-        ]
-        return documents, questions
 
     def few_shot(self) -> Drawn:
         """Each document labels three words of each of two kinds; questions ask for another word's label."""
