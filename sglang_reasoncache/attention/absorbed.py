@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention import expanded
 
 if TYPE_CHECKING:
     import torch
@@ -23,17 +24,28 @@ def is_possible(model_runner: ModelRunner) -> bool:
     """Whether every latent layer of a model can be computed in absorbed form in any forward."""
     rank = compat.latent_rank(model_runner.token_to_kv_pool)
     return all(
-        _asks(owner) or all(_is_absorbed(layer, rank) for layer in layers)
+        _asks(owner) or all(is_absorbed(layer, rank) for layer in layers)
         for owner in model_runner.model.modules()
         if (layers := [c for c in owner.children() if isinstance(c, compat.RadixAttention)])
     )
+
+
+def can_expand(model_runner: ModelRunner) -> bool:
+    """Whether SGLang can expand the prefills of every latent layer, after it asked its registry."""
+    with_kv = [
+        module
+        for module in model_runner.model.modules()
+        if any(isinstance(child, compat.RadixAttention) for child in module.children())
+    ]
+    return all(_asks(owner) for owner in with_kv)
 
 
 def _asks(owner: torch.nn.Module) -> bool:
     return ASKS in (base.__name__ for base in type(owner).__mro__)
 
 
-def _is_absorbed(layer: Any, rank: int) -> bool:
+def is_absorbed(layer: Any, rank: int) -> bool:
+    """Whether a layer attends to latent rows of ``rank`` dims."""
     return bool(layer.v_head_dim == rank and layer.tp_k_head_num == 1)
 
 
@@ -44,8 +56,9 @@ def always(name: str) -> None:
 
 
 def where_ours(name: str) -> None:
-    """The prefills that our kernels run are absorbed. SGLang chooses the form of all other forwards of the
-    attention backend ``name``. Idempotent."""
+    """Prefills over shifted slots are expanded if SGLang can fetch what they read (``expanded.py``), otherwise
+    absorbed, in our kernels. SGLang chooses the form of all other forwards of the attention backend ``name``.
+    Idempotent."""
     stock = compat.AttentionBackendRegistry.get_handler(name)
     if not isinstance(stock, _WhereOurs):
         compat.AttentionBackendRegistry.register(name, _WhereOurs(stock))
@@ -58,9 +71,11 @@ class _WhereOurs:
         self._stock = stock
 
     def __call__(self, attention: Any, forward_batch: Any) -> Any:
-        # The backend of this forward: a draft model has its own. A hybrid model has a second one for states.
-        backend = compat.get_attn_backend()
-        paged = getattr(getattr(backend, "full_attn_backend", backend), "paged", None)
-        if paged is not None and paged.extend_plan is not None:
-            return compat.AttnForwardMethod.MLA
-        return self._stock(attention, forward_batch)
+        paged = expanded.running()
+        if paged is None or paged.extend_plan is None:
+            return self._stock(attention, forward_batch)
+        if paged.expands:
+            form = expanded.form_of(self._stock, attention, forward_batch)
+            if form in expanded.FORMS:
+                return form
+        return compat.AttnForwardMethod.MLA

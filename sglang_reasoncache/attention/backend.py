@@ -80,7 +80,8 @@ class PagedBackend(_Stock):
             # The verification of drafted tokens, which SGLang runs as an extend.
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         self.paged.keep(q, layer)
-        if self.paged.extend_plan is None and not self.always_ours:
+        planned = self.paged.extend_plan is not None and not self.paged.is_expanded(layer)
+        if not planned and not self.always_ours:
             out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             self.paged.written(layer)
             return out

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import absorbed, verification
+from sglang_reasoncache.attention import absorbed, expanded, verification
 from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.attention.models import attention_layers, reach_of
 from sglang_reasoncache.attention.rotations import key_rotations
@@ -29,7 +29,7 @@ from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
-from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.paged import PagedKv, turned
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import RowPlan
@@ -84,6 +84,8 @@ class PagedAttention:
         self.rotations: dict[int, KeyRotation] | None = None
         #: Whether the pool holds latent KV (MLA).
         self.latent = bool(compat.latent_rank(pool))
+        #: Whether SGLang's kernels can run prefills over shifted latent rows (``expanded.py``).
+        self.expands = False
         #: Whether our kernels can run prefills.
         self.runs_prefills = not self.latent or absorbed.is_possible(model_runner)
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
@@ -293,6 +295,8 @@ class PagedAttention:
         #: The peers of the new tokens' slots. None until a forward is planned, and without a window pool.
         self._new_peers: Tensor | None = None
         self._repairs: list[Repaired] = []
+        #: The lists of slots that SGLang fetched from in this forward, each with its slots' shifts.
+        self._fetched: list[tuple[Tensor, Tensor]] = []
         #: Memory for the plans of layers that select. None until the first one of a forward, and on a CPU.
         self._chosen: PlanBuffers | None = None
         if self.queries is not None:
@@ -524,6 +528,26 @@ class PagedAttention:
                         reach=reach,
                     )
         return _padded(out, len(q))
+
+    def is_expanded(self, layer: AttentionLayer) -> bool:
+        """Whether a layer attends to keys and values of heads that SGLang expanded from latent rows."""
+        return self.latent and not absorbed.is_absorbed(layer, compat.latent_rank(self._pool))
+
+    @once_more
+    def rotate_fetched(
+        self, keys: Tensor, layer: int, slots: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """The rotated dims of latent rows that SGLang fetched, ``[n, 1, dims]``, rotated to the positions where
+        a prefill reads them. ``slots``: SGLang's list of their slots, int ``[n]``."""
+        rotation = self.pools[layer].rotation
+        if self._cached_at is None or rotation is None:
+            return keys
+        shift = next((shift for known, shift in self._fetched if known is slots), None)
+        if shift is None:
+            shift = expanded.read_positions(batch, slots) - self._cached_at[slots.long()]
+            # All layers fetch from the same lists.
+            self._fetched.append((slots, shift))
+        return turned(keys.float(), shift, rotation).to(keys.dtype)
 
     @once_more
     def keep(self, q: Tensor, layer: AttentionLayer) -> None:

@@ -96,8 +96,10 @@ class SharedSlotReads(PagedBackend):
         if self.needs_ours(forward_batch) and self.paged.runs_prefills:
             mark = mark_of(forward_batch)
             self.paged.begin_extend(forward_batch, None if mark is None else mark.evicted)
-        else:
-            super().init_forward_metadata(forward_batch)
+            if not self.paged.expands:
+                return
+            # SGLang's kernels attend to what is expanded from rows that it fetches.
+        super().init_forward_metadata(forward_batch)
 
     # -- in graphs --------------------------------------------------------------
 

@@ -183,6 +183,8 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
     "decode_vote": _COMPONENTS + "dp_attn._local_decode_cuda_graph_vote",
     "prefill_vote": _COMPONENTS + "dp_attn._local_prefill_cuda_graph_vote",
     "votes": _COMPONENTS + "dp_attn.MLPSyncBatchInfo.all_gather",
+    "fetch_latent": "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
+    ".DeepseekMHAForwardMixin._get_mla_kv_buffer",
 }
 
 #: The variable that names the HTTP application of SGLang's worker processes (``--tokenizer-worker-num``), which

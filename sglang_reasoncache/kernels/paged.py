@@ -76,7 +76,10 @@ def read_keys(
 ) -> Tensor:
     """The keys in ``slots``, rotated by ``shift`` in PyTorch: fp32 ``[*slots.shape, heads, head_dim]``."""
     rows = read_rows(keys, slots)
-    if shift is None or rotation is None:
-        return rows
+    return rows if shift is None or rotation is None else turned(rows, shift, rotation)
+
+
+def turned(rows: Tensor, shift: Tensor, rotation: KeyRotation) -> Tensor:
+    """Keys ``rows``, fp32 ``[..., heads, dims]``, rotated by ``shift`` ``[...]``."""
     # A key with shift 0 keeps its value: rotation would multiply by the sine 0, and inf * 0 is NaN.
     return torch.where((shift != 0)[..., None, None], rotation.rotate(rows, shift), rows)

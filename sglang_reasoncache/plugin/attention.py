@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import absorbed, models, rotations, warm_up
+from sglang_reasoncache.attention import absorbed, expanded, models, rotations, warm_up
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -41,6 +41,8 @@ class AttentionParts:
     rotations: Mapping[int, KeyRotation] | None = None
     #: Whether prefills correct keys, too.
     corrects_prefills: bool = True
+    #: Whether SGLang's kernels run prefills over shifted latent rows.
+    expands: bool = False
     queries: RecentQueries | None = None  # None if no policy reads recent queries
     selection: PageSelection | None = None  # None if decode steps read everything
     serves_policies: bool = False
@@ -117,6 +119,7 @@ def attention_backend(
     return backend, AttentionParts(
         rotations=paged.rotations,
         corrects_prefills=paged.runs_prefills,
+        expands=paged.expands,
         queries=_queries(paged, config),
         selection=paged.selection,
         serves_policies=True,
@@ -323,6 +326,9 @@ def make_cuda(
         # Hooks are installed last, because they cannot be removed after a failure.
         graph_votes.install(backend)
         if backend.paged.latent:
+            if name in expanded.BACKENDS and absorbed.can_expand(model_runner):
+                expanded.install()
+                backend.paged.expands = True
             absorbed.where_ours(name)
     except ValueError:
         raise

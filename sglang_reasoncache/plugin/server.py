@@ -171,7 +171,7 @@ class ServerParts:
     def _most_pairs(self) -> int | None:
         """See ``SharedRadixCache``. On a GPU our prefills over shifted keys take longer than SGLang's, over
         latent rows and with sinks so much that long prompts are computed again sooner. No GPU checked that."""
-        if not self._cached.positions.is_cuda:
+        if not self._cached.positions.is_cuda or self._attention.expands:
             return None
         if compat.latent_rank(self.allocator.get_kvcache()):
             return _MOST_PAIRS_OF_LATENTS

@@ -59,7 +59,7 @@ HOOKS = {
     "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
     "load_batch": "self forward_batch pp_proxy_tensors",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
-    "retracted": "self",
+    "retracted": "self", "fetch_latent": "self kv_indices dst_dtype forward_batch",
     "pause": "self recv_req", "weights_loaded": "self weight_version", "weights_ended": "self recv_req",
     "release": "req remaing_req_count ...",
     "linear": "self layer x bias", "lm_head": "self hidden_states lm_head embedding_bias ...",
