@@ -2,9 +2,9 @@
 """Paged decode attention on a GPU. One kernel computes a request's chunks in parallel, another merges them.
 
 For a given model, launch grids depend only on the number of queries, so a CUDA graph can hold the launches. A
-program takes one of at most ``SPLITS`` chunks and up to 32 query heads of a KV head, of all queries of a row.
-Where the chunks end depends only on how many entries (slots) the request reads, so its output has the same bits
-in any batch.
+program takes one of at most ``SPLITS`` chunks and up to 32 query heads of a KV head (64 of a latent), of all
+queries of a row. Where the chunks end depends only on how many entries (slots) the request reads, so its output
+has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ def chunk_kernel(
     sees all entries before the new ones, and those of the new ones that ``sees`` tells.
     """
     MEMBERS: tl.constexpr = HEADS // USES
+    WIDE: tl.constexpr = HEADS == tiles.WIDE_LINES
+    # For sm_100, Triton cannot compile a branch around products whose sums the loop over shifts takes.
+    APART: tl.constexpr = WIDE and (ROTATES or HALF == 0)
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(0) // blocks
     split = tl.program_id(1)
@@ -129,7 +132,10 @@ def chunk_kernel(
         m_i = tl.full([HEADS], float("-inf"), tl.float32)
         l_i = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, V_COLS], tl.float32)
-        for at in tl.range(start, stop, TILE, disable_licm=True):
+        # If all products are in branches, Triton pipelines only a loop that asks for it.
+        stages: tl.constexpr = 2 if WIDE else None
+        for at in tl.range(start, stop, TILE, num_stages=stages, disable_licm=True):
+            inside = at < stop  # always, see ``times_apart``
             offset = tl.arange(0, TILE)
             entry = at + offset
             slot, ok = common.load_slots(kv_indices, first + entry, entry < stop, num_slots)
@@ -147,7 +153,15 @@ def chunk_kernel(
                 v = tl.load(v_at, mask=v_mask, other=0)
                 if not EXACT:  # loaded again: two products in ``times`` leave no registers for it
                     latent = tl.load(latent_at, mask=latent_mask, other=0.0)
-                unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
+                unrotated = tiles.times_apart(
+                    latent.to(tl.float32),
+                    v.T,
+                    unrotated,
+                    inside,
+                    APART,
+                    ELEMENT,
+                    EXACT,
+                )
             # The tile's list of rotations.
             list_start = 0
             list_stop = 0
@@ -188,7 +202,15 @@ def chunk_kernel(
                     p = p * tl.exp2(m_ij - base)[:, None] + tl.exp2(qk - base[:, None])
                     m_ij = m_next
             else:
-                qk = tiles.times(queries, k, unrotated, ELEMENT, EXACT)
+                qk = tiles.times_apart(
+                    queries,
+                    k,
+                    unrotated,
+                    inside,
+                    APART,
+                    ELEMENT,
+                    EXACT,
+                )
                 if HALF > 0 and not ROTATES:
                     s_at = shift + first + entry
                     some = tl.load(s_at, mask=ok, other=0) != 0
@@ -226,7 +248,7 @@ def chunk_kernel(
                 v = tl.load(v_at, mask=v_mask, other=0)
             alpha = tl.exp2(m_i - tiles.finite(m_ij))
             l_i = l_i * alpha + tl.sum(p, axis=1)
-            acc = tiles.times(p, v, acc * alpha[:, None], ELEMENT, False)
+            acc = tiles.times_apart(p, v, acc * alpha[:, None], inside, WIDE, ELEMENT, False)
             m_i = m_ij
         if USES > 1:
             m_lines = tl.reshape(m_i, [USES, MEMBERS])
@@ -318,13 +340,20 @@ def constants(
     """Compile-time arguments of :func:`chunk_kernel`. ``rotation``: None if no entry is shifted. ``new``:
     number of queries of a row."""
     group = query.shape[1] // keys.shape[1] * new
+    element_size = keys.element_size()
     k_cols = tiles.columns(keys.shape[2])
     v_cols = tiles.columns(values.shape[2])
-    lines = tiles.lines(group, max(k_cols, v_cols))
+    columns = max(k_cols, v_cols)
+    # fp8 is multiplied as fp16.
+    exact = query.dtype == (torch.float16 if element_size == 1 else keys.dtype)
+    if latent and columns <= tiles.LATENT_COLUMNS:
+        lines, entries = tiles.latent_shape(group, element_size, exact)
+    else:
+        lines = tiles.lines(group, columns)
+        entries = tiles.tile(columns, element_size)
     return dict(
         ELEMENT=common.ELEMENT[keys.dtype],
-        # fp8 is multiplied as fp16.
-        EXACT=query.dtype == (torch.float16 if keys.element_size() == 1 else keys.dtype),
+        EXACT=exact,
         CAPPED=capped,
         **common.rotary_constants(rotation),
         K_DIM=keys.shape[2],
@@ -337,7 +366,7 @@ def constants(
         USES=lines // min(lines, triton.next_power_of_2(group)) if rotates else 1,
         SPLITS=SPLITS,
         CHUNK=CHUNK,
-        TILE=tiles.tile(max(k_cols, v_cols), keys.element_size()),
+        TILE=entries,
         ROTATES=rotates,
         ENTRIES=ENTRIES,
         LATENT=latent,

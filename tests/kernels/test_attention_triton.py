@@ -14,9 +14,41 @@ from tests.triton_runs import small_launches as small_launches
 
 pytest.importorskip("triton")
 
-from sglang_reasoncache.kernels import decode_triton, plan_triton
+from sglang_reasoncache.kernels import decode_triton, plan_triton, tile_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+@pytest.fixture(params=[False, True], ids=["of 32 lines", "of 64 lines"])
+def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the GPU multiplies 64 lines at once. Interpreted, it does as the test says."""
+    here = tile_triton.multiplies_wide()
+    if INTERPRETED:
+        monkeypatch.setattr(tile_triton, "multiplies_wide", lambda: request.param)
+    elif here != request.param:
+        pytest.skip("needs another GPU")
+    return bool(request.param)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("heads", "v_dim"),
+    [(16, 64), (20, 40), (32, 64), (40, 64), (64, 64), (96, 40), (128, 64), (128, 512)],
+)
+@pytest.mark.parametrize("shared", [0.0, 0.1])
+def test_heads_of_a_latent(wide: bool, heads: int, v_dim: int, shared: float) -> None:
+    """Heads beyond a program's lines are another program's. Lines beyond the last head are not stored."""
+    case = Case((70,), shared=shared, repeated=5 * shared).latent(heads=heads, v_dim=v_dim)
+    rig = make(case)
+    constants = decode_triton.constants(rig.query, rig.keys, rig.values, None, latent=True)
+    lines = {16: 16, 20: 32, 32: 32}.get(heads, 64 if wide else 32)
+    assert (constants["HEADS"], constants["GROUP"]) == (lines, heads)
+    plan = plan_of(rig, "triton")
+    merged = plan_of(rig, "triton", merge=True)
+    assert (plan.shift is not None) == (merged.rotations is not None) == (shared > 0)
+    expected = rig.expected(plan)
+    for each in (plan, merged):
+        assert_attention(decode(rig, "triton", each), expected)
 
 
 @on_device
@@ -149,6 +181,20 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 def test_queries_of_drafted_tokens(
     case: Case, new: int, tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _test_drafted_tokens(case, new, tree, monkeypatch)
+
+
+@on_device
+def test_queries_of_drafted_tokens_over_latents(
+    wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The heads of all queries of a row are lines: 80 and 120 of them, of which a program takes up to 64."""
+    for heads, new, tree in ((20, 4, False), (40, 3, True)):
+        case = Case((20, 90), shared=0.1, repeated=0.8).latent(heads=heads, v_dim=64)
+        _test_drafted_tokens(case, new, tree, monkeypatch)
+
+
+def _test_drafted_tokens(case: Case, new: int, tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query of a request sees its prefix and the new entries that its word names: in a chain all up to its
     own, in a tree its ancestors. The reference is dense attention over the entries of each query by itself."""
     monkeypatch.setattr(decode_triton, "QUERIES", 2)
