@@ -30,14 +30,21 @@ def is_possible(model_runner: ModelRunner) -> bool:
     )
 
 
-def can_expand(model_runner: ModelRunner) -> bool:
-    """Whether SGLang can expand the prefills of every latent layer, after it asked its registry."""
-    with_kv = [
+def can_expand(model_runner: ModelRunner, name: str) -> bool:
+    """Whether SGLang can expand the prefills of every latent layer over the attention backend ``name``: each asks
+    its registry, and neither ``--disable-chunked-prefix-cache`` nor ``--flashinfer-mla-disable-ragged`` forbids
+    it."""
+    owners = [
         module
         for module in model_runner.model.modules()
         if any(isinstance(child, compat.RadixAttention) for child in module.children())
     ]
-    return all(_asks(owner) for owner in with_kv)
+    forbids = ["disable_chunked_prefix_cache"]
+    if name == "flashinfer":
+        forbids.append("flashinfer_mla_disable_ragged")
+    return name in expanded.BACKENDS and all(
+        _asks(owner) and not any(getattr(owner, flag, True) for flag in forbids) for owner in owners
+    )
 
 
 def _asks(owner: torch.nn.Module) -> bool:

@@ -326,7 +326,7 @@ def make_cuda(
         # Hooks are installed last, because they cannot be removed after a failure.
         graph_votes.install(backend)
         if backend.paged.latent:
-            if name in expanded.BACKENDS and absorbed.can_expand(model_runner):
+            if absorbed.can_expand(model_runner, name):
                 expanded.install()
                 backend.paged.expands = True
             absorbed.where_ours(name)

@@ -274,3 +274,27 @@ def test_the_form_of_prefills_over_shifted_slots(rig: Rig, monkeypatch: pytest.M
             handler = compat.AttentionBackendRegistry.get_handler(name)
             assert handler(asks, batch) is form
             assert asks.chunked_prefix_cache_threshold == 10**6
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "expands"),
+    [
+        ("fa3", {}, True),
+        ("trtllm_mla", {}, True),
+        ("triton", {}, False),
+        ("fa3", {"flashinfer_mla_disable_ragged": True}, True),
+        ("flashinfer", {"flashinfer_mla_disable_ragged": True}, False),
+        ("fa3", {"disable_chunked_prefix_cache": True}, False),
+    ],
+)
+def test_what_sglang_can_expand(rig: Rig, name: str, flags: dict[str, bool], expands: bool) -> None:
+    owner: Any = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
+    torch.nn.Module.__init__(owner)
+    owner.attn_mqa = rig.layer
+    vars(owner).update(
+        {"disable_chunked_prefix_cache": False, "flashinfer_mla_disable_ragged": False, **flags}
+    )
+    rig.runner.model = torch.nn.ModuleList([owner])
+    assert absorbed.can_expand(rig.runner, name) == expands
+    rig.runner.model.append(torch.nn.ModuleList([rig.layer]))
+    assert not absorbed.can_expand(rig.runner, name)
