@@ -31,9 +31,9 @@ def is_possible(model_runner: ModelRunner) -> bool:
 
 
 def can_expand(model_runner: ModelRunner, name: str) -> bool:
-    """Whether SGLang can expand the prefills of every latent layer over the attention backend ``name``: each asks
-    its registry, and neither ``--disable-chunked-prefix-cache`` nor ``--flashinfer-mla-disable-ragged`` forbids
-    it."""
+    """Whether SGLang can expand the prefills of every latent layer over the attention backend ``name``: each
+    asks its registry, and neither ``--disable-chunked-prefix-cache`` nor ``--flashinfer-mla-disable-ragged``
+    forbids it."""
     owners = [
         module
         for module in model_runner.model.modules()
