@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_reasoncache.cache.continuation import Continued
-from sglang_reasoncache.cache.tree import ContinuedLock
+from sglang_reasoncache.cache.tree.base import ContinuedLock
 from sglang_reasoncache.filter.process import FilterProcess
 from tests.property.states import STATES, States
 from tests.property.test_groups import RandomMeter

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.cache import continuations
 from sglang_reasoncache.cache.continuation import Continued
-from sglang_reasoncache.cache.tree import ContinuedLock
+from sglang_reasoncache.cache.tree.base import ContinuedLock
 from sglang_reasoncache.filter.process import FilterProcess
 from tests.property.test_groups import PICK, RandomMeter
 from tests.property.test_memory import explore
