@@ -391,4 +391,5 @@ def backend_class(name: str, latent: bool = False) -> type:
     bases = (SharedSlotReads, getattr(compat, stock))
     # ``unread``: SGLang's Triton decode kernels leave out the oldest position of a sliding window.
     members = {"__module__": __name__, "unread": int(name == "triton")}
+    members["one_window"] = name in compat.SLOT_BACKENDS
     return type(f"Corrected{stock}", bases, members)

@@ -86,6 +86,7 @@ def test_sglangs_backend_is_behind_ours(
     if not latent or name != "flashinfer":
         assert stock.__name__ in inspect.getsource(made_by)
     assert made.__mro__[1:4] == (SharedSlotReads, PagedBackend, stock)
+    assert made.one_window == (name in ("flashinfer", "triton"))
     theirs = {attribute for attribute in vars(stock) if not attribute.startswith(("__", "_abc_"))}
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
