@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from sglang_reasoncache.compat.types import ModelRunner
@@ -20,13 +22,19 @@ ASKS = "DeepseekV2AttentionMLA"
 
 
 def is_possible(model_runner: ModelRunner) -> bool:
-    """Whether every latent layer of a model can be computed in absorbed form in any forward."""
+    """Whether every latent layer of a model can be computed in absorbed form in any forward. Modules of
+    lightning attention, which have no KV, do not count."""
     rank = compat.latent_rank(model_runner.token_to_kv_pool)
+    with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
     return all(
         _asks(owner) or all(_is_absorbed(layer, rank) for layer in layers)
         for owner in model_runner.model.modules()
-        if (layers := [c for c in owner.children() if isinstance(c, compat.RadixAttention)])
+        if (layers := [c for c in owner.children() if _has_kv(c, with_kv)])
     )
+
+
+def _has_kv(module: torch.nn.Module, with_kv: Collection[int]) -> bool:
+    return isinstance(module, compat.RadixAttention) and module.layer_id in with_kv
 
 
 def _asks(owner: torch.nn.Module) -> bool:

@@ -185,7 +185,8 @@ def resolve_positions(
         raise ValueError(f"{reason}; use as-cached with it")
     if config.shares:
         # Without a rotary embedding it is not known what reading keys as cached costs: perhaps nothing.
-        hint = "" if rotations.finds_no_rotary(model_runner.model) else _AS_CACHED
+        with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
+        hint = "" if rotations.finds_no_rotary(model_runner.model, with_kv) else _AS_CACHED
         logger.warning("reasoncache: nothing is shared, because: %s%s", reason, hint)
     return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
