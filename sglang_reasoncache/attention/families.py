@@ -165,7 +165,7 @@ FAMILIES = (
         ("gemma4_causal.Gemma4Attention",),
     ),
     Family("Llama 4", "full, chunks", "", ("llama4.Llama4Attention",)),
-    Family("Phi-4-mini", "full, LongRoPE", "", ("Phi3LongRoPEScaledRotaryEmbedding",)),
+    Family("Phi-4-mini", "full, LongRoPE", "tiny: CPU", ("Phi3LongRoPEScaledRotaryEmbedding",)),
     Family("Hunyuan-A13B", "full, keys scaled once rotated", "", ("hunyuan.HunYuanAttention",)),
     Family(
         "Seed-OSS, dots.llm1, SmolLM3 and others of SGLang's Transformers fallback",

@@ -80,7 +80,7 @@ def test_sglangs_backend_is_behind_ours(
     name: str, latent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our class inherits SGLang's attributes that we do not override, such as flags that SGLang reads."""
-    made = attention.backend_class(name, latent)
+    made: Any = attention.backend_class(name, latent)
     made_by = compat.ATTENTION_BACKENDS[name]
     stock = getattr(compat, attention.STOCK[name, latent])
     if not latent or name != "flashinfer":

@@ -84,7 +84,7 @@ def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
 
 
 #: Which angles go by which of an image's three positions. Without images these are equal.
-SECTIONS = {"mrope_section": [16, 24, 24]}
+SECTIONS: dict[str, Any] = {"mrope_section": [16, 24, 24]}
 
 
 MODELS = [
@@ -357,7 +357,8 @@ def test_layers_beside_windows_have_their_own_frequencies(kind: str) -> None:
     keys = torch.randn(4, HEADS, 64)
     by = torch.arange(4)
     for at, layer in enumerate(model):
-        expected = key_rotation(torch.nn.ModuleList([layer.rotary_emb]), 64).rotate(keys, by)
+        own: Any = layer.rotary_emb
+        expected = key_rotation(torch.nn.ModuleList([own]), 64).rotate(keys, by)
         assert torch.equal(found[at].rotate(keys, by), expected)
     assert found[1].rotary_dim == 32
 
