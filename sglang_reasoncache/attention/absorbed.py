@@ -11,6 +11,8 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention import expanded
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
 
     from sglang_reasoncache.compat.types import ModelRunner
@@ -21,12 +23,14 @@ ASKS = "DeepseekV2AttentionMLA"
 
 
 def is_possible(model_runner: ModelRunner) -> bool:
-    """Whether every latent layer of a model can be computed in absorbed form in any forward."""
+    """Whether every latent layer of a model can be computed in absorbed form in any forward. Modules of
+    lightning attention, which have no KV, do not count."""
     rank = compat.latent_rank(model_runner.token_to_kv_pool)
+    with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
     return all(
         _asks(owner) or all(is_absorbed(layer, rank) for layer in layers)
         for owner in model_runner.model.modules()
-        if (layers := [c for c in owner.children() if isinstance(c, compat.RadixAttention)])
+        if (layers := [c for c in owner.children() if _has_kv(c, with_kv)])
     )
 
 
@@ -34,10 +38,11 @@ def can_expand(model_runner: ModelRunner, name: str) -> bool:
     """Whether SGLang can expand the prefills of every latent layer over the attention backend ``name``: each
     asks its registry, and neither ``--disable-chunked-prefix-cache`` nor ``--flashinfer-mla-disable-ragged``
     forbids it."""
+    with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
     owners = [
         module
         for module in model_runner.model.modules()
-        if any(isinstance(child, compat.RadixAttention) for child in module.children())
+        if any(_has_kv(child, with_kv) for child in module.children())
     ]
     forbids = ["disable_chunked_prefix_cache"]
     if name == "flashinfer":
@@ -45,6 +50,10 @@ def can_expand(model_runner: ModelRunner, name: str) -> bool:
     return name in expanded.BACKENDS and all(
         _asks(owner) and not any(getattr(owner, flag, True) for flag in forbids) for owner in owners
     )
+
+
+def _has_kv(module: torch.nn.Module, with_kv: Collection[int]) -> bool:
+    return isinstance(module, compat.RadixAttention) and module.layer_id in with_kv
 
 
 def _asks(owner: torch.nn.Module) -> bool:

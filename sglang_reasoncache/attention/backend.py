@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.models import check_attention
+from sglang_reasoncache.attention.models import check_attention, check_window_of_decode
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
@@ -24,6 +24,8 @@ class PagedBackend(_Stock):
     always_ours = False
     #: How many of a sliding window's oldest positions SGLang's decode kernels do not read. Ours do the same.
     unread = 0
+    #: Whether SGLang's decode steps read the model's window in each layer that has one.
+    one_window = False
 
     def __init__(
         self,
@@ -39,6 +41,8 @@ class PagedBackend(_Stock):
         arguments of SGLang's backend. Raises ValueError for a model that our kernels do not support and, with
         ``cached``, for a model whose cached keys cannot be rotated to other positions."""
         check_attention(model_runner, requested_by)
+        if self.one_window:
+            check_window_of_decode(model_runner, requested_by)
         self.requested_by = requested_by
         # PagedAttention may raise, so it is made before SGLang's backend takes memory.
         self.paged = PagedAttention(model_runner, cached, self.unread)

@@ -126,6 +126,9 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
         raise ValueError(
             f"{requested_by} does not support sinks that a model applies itself (IQuest-Q1)"
         )
+    modules = model_runner.model.modules()
+    if any(getattr(module, "learnable_sink_param", None) is not None for module in modules):
+        raise ValueError(f"{requested_by} does not support sinks of latent attention (Hunyuan 4)")
     check_pool(model_runner.token_to_kv_pool, requested_by)
     layers = attention_layers(model_runner)
     if not layers:
@@ -151,6 +154,19 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
                     f"{requested_by}: layer {layer.layer_id} has {name} {value}, "
                     f"supported: {supported[0]}"
                 )
+
+
+def check_window_of_decode(model_runner: ModelRunner, requested_by: str) -> None:
+    """Raises ValueError if layers have another window than the model. For backends whose decode steps in SGLang
+    read the model's window: ours read each layer's, so sharing would change what a response reads."""
+    of_model = model_runner.sliding_window_size
+    for layer in attention_layers(model_runner):
+        if reach_of(layer) and layer.sliding_window_size != of_model:
+            raise ValueError(
+                f"{requested_by}: layer {layer.layer_id} has the window {layer.sliding_window_size}, SGLang's "
+                f"decode steps read {of_model} here; with --attention-backend fa3 or trtllm_mha they read the "
+                "layer's"
+            )
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:

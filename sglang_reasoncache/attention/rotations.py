@@ -12,12 +12,14 @@ from sglang_reasoncache.attention.models import attention_layers, fallback_layer
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from sglang_reasoncache.compat.types import ModelRunner
 
 _CORRECTED = "--reasoncache-positions corrected"
 
-#: Rotary modules with one table of angles that are linear in the position. (The three positions of
-#: MRotaryEmbedding are equal in requests without images; requests with images do not share.)
+#: Rotary modules with one table of angles that are linear in the position. (The three positions of the modules
+#: with M are equal in requests without images; requests with images do not share.)
 ROTARY_KINDS = (
     "RotaryEmbedding",
     "LinearScalingRotaryEmbedding",
@@ -25,9 +27,15 @@ ROTARY_KINDS = (
     "YaRNScalingRotaryEmbedding",
     "DeepseekScalingRotaryEmbedding",
     "MRotaryEmbedding",
+    "YaRNScalingMRotaryEmbedding",
+    "Ernie4_5_VLRotaryEmbedding",
+    "BailingMRotaryEmbedding",
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
 )
+#: Rotary module with two tables: one as long as no response is longer than the model was first trained on, one
+#: for all requests once a longer one runs.
+LONGROPE = "Phi3LongRoPEScaledRotaryEmbedding"
 #: Attention module that may multiply each dim of a key by a learned weight after the rotation -> the attribute
 #: that switches this on. Such a key cannot be rotated again.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
@@ -37,44 +45,76 @@ WITHOUT_POSITIONS = (
     "NemotronHAttention",
     "GraniteMoeHybridAttention",
     "DeepseekV2AttentionMLA",  # of Kimi-Linear, Kimi-K3 and, with use_mla_nope, Ling 3
+    "MiniCPMAttention",  # of MiniCPM-SALA
 )
+#: Attention modules that have a rotary embedding and rotate keys in some layers only -> whether a module does.
+ROTATES: dict[str, Callable[[Any], bool]] = {
+    "AfmoeAttention": lambda owner: owner.is_local_attention,
+    "Cohere2MoeAttention": lambda owner: owner.is_sliding or owner.force_rope,
+    "CohereAttention": lambda owner: owner.v1 or owner.sliding_window_size > 0,
+    "Exaone4Attention": lambda owner: not owner.sliding_window_pattern or owner.is_sliding,
+    "ExaoneMoEAttention": lambda owner: owner.sliding_window or owner.apply_rope_all_layers,
+}
 #: Attention modules whose keys can be rotated to other positions in models with sliding windows. Each module
-#: rotates keys by its own rotary embedding, unless :func:`_rotation_of` says otherwise.
+#: rotates keys by its own rotary embedding, unless ``ROTATES`` or :func:`_embedding_of` says otherwise.
 WINDOWED = (
+    "AfmoeAttention",
+    "Cohere2MoeAttention",
+    "CohereAttention",
+    "Exaone4Attention",
+    "ExaoneMoEAttention",
     "Gemma2Attention",
     "Gemma3Attention",
-    "Exaone4Attention",
-    "Olmo2Attention",
     "GptOssAttention",
+    "JetNemotronAttention",
+    "LagunaAttention",
     "MellumAttention",
+    "MiMoV2Attention",
+    "Olmo2Attention",
+    "Spark2_5Attention",
+    "Step3p5Attention",
 )
 
 
-def is_without_positions(model: torch.nn.Module) -> bool:
-    """Whether ``model`` caches keys without positions, so that any position may read a key as cached."""
-    owners = [owner for _, owner in _owners(model)]
-    return bool(owners) and all(map(_lacks_positions, owners)) and not _rotary_modules(model)
+def is_without_positions(model: torch.nn.Module, layers: Collection[int] | None = None) -> bool:
+    """Whether ``model`` caches keys without positions, so that any position may read a key as cached.
+    ``layers``: ids of the layers with KV; None for all."""
+    owners = [owner for _, owner in _owners(model, layers)]
+    lack = bool(owners) and all(map(_lacks_positions, owners))
+    return lack and not _rotary_modules(model, layers)
 
 
 def _lacks_positions(owner: torch.nn.Module) -> bool:
     """Whether the attention module ``owner`` caches keys as they are projected. ``rotary_emb`` is the attribute
     by which the modules of ``WITHOUT_POSITIONS`` rotate, if they do."""
-    names = {base.__name__ for base in type(owner).__mro__}
+    if not _rotates(owner):
+        return True
+    names = _names(owner)
     return not names.isdisjoint(WITHOUT_POSITIONS) and getattr(owner, "rotary_emb", None) is None
 
 
-def finds_no_rotary(model: torch.nn.Module) -> bool:
+def _rotates(owner: torch.nn.Module) -> bool:
+    """False if ``ROTATES`` says that the attention module ``owner`` never uses its rotary embedding."""
+    return all(ROTATES[name](owner) for name in _names(owner) & ROTATES.keys())
+
+
+def _names(owner: torch.nn.Module) -> set[str]:
+    """The names of a module's class and of those it extends."""
+    return {base.__name__ for base in type(owner).__mro__}
+
+
+def finds_no_rotary(model: torch.nn.Module, layers: Collection[int] | None = None) -> bool:
     """Whether none of the attention layers found in ``model`` has a rotary embedding nearby. False if none is
-    found."""
-    return bool(_owners(model)) and not _rotary_modules(model)
+    found. ``layers``: ids of the layers with KV; None for all."""
+    return bool(_owners(model, layers)) and not _rotary_modules(model, layers)
 
 
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
     """Layer id -> rotation of the layer's keys, on the pool's device. Layers of equal rotation share an object.
 
-    Raises the errors of :func:`key_rotation`, and ValueError for the Transformers fallback. Layers of a model
-    with sliding windows may differ in rotation. For such a model, multimodal input or an attention module not
-    in ``WINDOWED`` raises ValueError, too.
+    Raises the errors of :func:`key_rotation`, and ValueError for the Transformers fallback. Layers may differ
+    in rotation if all attention modules are in ``WINDOWED``. Beside sliding windows, other modules raise
+    ValueError, and so does multimodal input.
     """
     model = model_runner.model
     max_positions = model_runner.model_config.context_len
@@ -84,44 +124,48 @@ def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[in
             f"{_CORRECTED}: SGLang runs this model by Hugging Face's code (Transformers fallback): its layers "
             "are not modules, and how they rotate keys is unknown; as-cached works"
         )
-    if not any(map(reach_of, attention_layers(model_runner))):
-        shared = key_rotation(model, max_positions, latent_dims).to(device)
-        return dict.fromkeys(compat.layer_ids(model_runner.token_to_kv_pool), shared)
-    if getattr(model_runner.model_config, "is_multimodal", False):
+    layers = compat.layer_ids(model_runner.token_to_kv_pool)
+    owners = _owners(model, layers)
+    others = [(name, owner) for name, owner in owners if type(owner).__name__ not in WINDOWED]
+    has_windows = any(map(reach_of, attention_layers(model_runner)))
+    if not has_windows and (others or not owners):
+        shared = key_rotation(model, max_positions, latent_dims, layers).to(device)
+        still = [owner for _, owner in owners if not _rotates(owner)]
+        ids = [each.layer_id for owner in still for each in _attention_of(owner, layers)]
+        return dict.fromkeys(layers, shared) | (dict.fromkeys(ids, shared.none()) if ids else {})
+    if has_windows and getattr(model_runner.model_config, "is_multimodal", False):
         raise ValueError(
             f"{_CORRECTED}: beside sliding windows --enable-multimodal is not supported, because tokens "
             "of an image may see each other"
         )
+    for name, owner in others:
+        raise ValueError(
+            f"{_CORRECTED}: {name} ({type(owner).__name__}) is beside sliding windows, and how such layers "
+            f"rotate keys is known of {', '.join(WINDOWED)}; as-cached works"
+        )
     made: dict[Any, KeyRotation] = {}
     of_layer = {}
-    for name, owner in _owners(model):
-        kind = type(owner).__name__
-        if kind not in WINDOWED:
-            raise ValueError(
-                f"{_CORRECTED}: {name} ({kind}) is beside sliding windows, and how such layers rotate "
-                f"keys is known of {', '.join(WINDOWED)}; as-cached works"
-            )
-        _check_rotated_keys(name, owner, latent_dims)
-        embedding, turns = _rotation_of(owner, model)
+    for name, owner in owners:
+        turns = _rotates(owner)
+        if turns:
+            _check_rotated_keys(name, owner, latent_dims)
+        embedding = _embedding_of(owner, model)
         if (embedding, turns) not in made:
             rotation = _gemma3_rotation(embedding, max_positions)
             rotation = rotation or key_rotation(torch.nn.ModuleList([embedding]), max_positions)
             made[embedding, turns] = (rotation if turns else rotation.none()).to(device)
-        for layer in owner.children():
-            if isinstance(layer, compat.RadixAttention):
-                of_layer[layer.layer_id] = made[embedding, turns]
+        for layer in _attention_of(owner, layers):
+            of_layer[layer.layer_id] = made[embedding, turns]
     return of_layer
 
 
-def _rotation_of(owner: Any, model: torch.nn.Module) -> tuple[Any, bool]:
-    """The rotary embedding of the attention module ``owner``, and whether the module rotates keys at all."""
-    kind = type(owner).__name__
-    if kind == "Gemma3Attention":
+def _embedding_of(owner: Any, model: torch.nn.Module) -> Any:
+    """The rotary embedding of the attention module ``owner``."""
+    if type(owner).__name__ == "Gemma3Attention":
         # SGLang does not use the module's own rotary embedding, which lacks RoPE scaling.
         [text] = (m for m in model.modules() if hasattr(m, "rotary_emb_local"))
-        return (text.rotary_emb_local if owner.is_sliding else text.rotary_emb), True
-    never = kind == "Exaone4Attention" and owner.sliding_window_pattern and not owner.is_sliding
-    return owner.rotary_emb, not never
+        return text.rotary_emb_local if owner.is_sliding else text.rotary_emb
+    return owner.rotary_emb
 
 
 def _gemma3_rotation(embedding: Any, max_positions: int) -> KeyRotation | None:
@@ -136,67 +180,101 @@ def _gemma3_rotation(embedding: Any, max_positions: int) -> KeyRotation | None:
 
 
 def key_rotation(
-    model: torch.nn.Module, max_positions: int, latent_dims: int | None = None
+    model: torch.nn.Module,
+    max_positions: int,
+    latent_dims: int | None = None,
+    layers: Collection[int] | None = None,
 ) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
 
     ``latent_dims``: number of rotated dims, which are the last dims of a latent row; None if attention is not
-    latent.
+    latent. ``layers``: ids of the layers with KV; None for all.
 
     Raises:
         ValueError: the model has no rotary embedding, or several; angles are not linear in the position; keys
             are not rotated, or are changed after the rotation; the table is shorter than the context.
     """
-    modules = _rotary_modules(model)
+    modules = _rotary_modules(model, layers)
     kinds = {type(m).__name__ for m in modules}
-    if len(kinds) != 1 or not kinds <= set(ROTARY_KINDS):
+    if len(kinds) != 1 or not kinds <= {*ROTARY_KINDS, LONGROPE}:
         raise ValueError(
             f"{_CORRECTED} needs one plain rotary embedding per model, "
             f"found {sorted(kinds) or 'none'}; as-cached works without"
         )
-    for name, owner in _owners(model):
+    for name, owner in _owners(model, layers):
         _check_rotated_keys(name, owner, latent_dims)
-    table = modules[0]._compute_cos_sin_cache().float()
-    others = (module._compute_cos_sin_cache().float() for module in modules[1:])
-    if any(not torch.equal(other, table) for other in others):
-        raise ValueError(f"{_CORRECTED} needs the same rotary embedding in every layer")
+    table, is_neox = _table(modules[0], max_positions)
+    for module in modules[1:]:
+        other, pairs_halves = _table(module, max_positions)
+        if pairs_halves != is_neox or not torch.equal(other, table):
+            raise ValueError(f"{_CORRECTED} needs the same rotary embedding in every layer")
     if len(table) < max_positions:
         raise ValueError(
             f"{_CORRECTED}: the rotary table holds {len(table)} positions, "
             f"--context-length is {max_positions}"
         )
-    return KeyRotation(table, modules[0].rotary_dim, modules[0].is_neox_style)
+    return KeyRotation(table, modules[0].rotary_dim, is_neox)
 
 
-def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """The rotary modules of a model, including SGLang's that do not derive from RotaryEmbedding (LongRoPE,
-    dual chunk). Vision layers are skipped, because they cache no keys."""
+def _table(module: Any, max_positions: int) -> tuple[torch.Tensor, bool]:
+    """The rotary table of a module from position 0 on, in fp32, and whether it pairs the halves of the dims."""
+    if type(module).__name__ == LONGROPE:
+        short = module.original_max_position_embeddings
+        if max_positions > short:
+            raise ValueError(
+                f"{_CORRECTED}: {LONGROPE} has other angles once a request is longer than {short} positions; "
+                f"--context-length {short} works"
+            )
+        return module._compute_cos_sin_cache(short, module.short_factor, module.short_mscale), True
+    # BailingMRotaryEmbedding begins with negative positions, which parts of images have.
+    first = -getattr(module, "position_start", 0)
+    return module._compute_cos_sin_cache().float()[first:], module.is_neox_style
+
+
+def _rotary_modules(model: torch.nn.Module, layers: Collection[int] | None) -> list[Any]:
+    """The rotary modules of a model, without those that attention modules never use. Vision layers are skipped,
+    because they cache no keys."""
+    owners = [owner for _, owner in _owners(model, layers)]
+    children = [child for owner in owners if _rotates(owner) for child in owner.children()]
+    return list(filter(_is_rotary, dict.fromkeys(children if owners else model.modules())))
+
+
+def _is_rotary(module: torch.nn.Module) -> bool:
+    """Whether a module is a rotary embedding. Some of SGLang's do not derive from RotaryEmbedding (LongRoPE,
+    dual chunk)."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
-    children = [child for _, owner in _owners(model) for child in owner.children()]
-    return [
-        module
-        for module in dict.fromkeys(children or model.modules())
-        if isinstance(module, compat.RotaryEmbedding) or type(module).__module__.startswith(package)
-    ]
+    return isinstance(module, compat.RotaryEmbedding) or type(module).__module__.startswith(package)
 
 
-def _owners(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Name and module, for each module that has one of SGLang's attention layers as a child."""
+def _owners(
+    model: torch.nn.Module, layers: Collection[int] | None
+) -> list[tuple[str, torch.nn.Module]]:
+    """Name and module, for each module that has one of SGLang's attention layers as a child. ``layers``: ids of
+    the layers with KV; None for all. State layers may have such a child, too (lightning attention)."""
+    return [each for each in model.named_modules() if _attention_of(each[1], layers)]
+
+
+def _attention_of(owner: torch.nn.Module, layers: Collection[int] | None) -> list[Any]:
+    """SGLang's attention layers among the children of ``owner``, as far as their ids are among ``layers``."""
     return [
-        (name, module)
-        for name, module in model.named_modules()
-        if any(isinstance(child, compat.RadixAttention) for child in module.children())
+        child
+        for child in owner.children()
+        if isinstance(child, compat.RadixAttention) and (layers is None or child.layer_id in layers)
     ]
 
 
 def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | None) -> None:
-    """Raises ValueError if the attention module ``owner`` caches keys that are not rotated, or are changed
-    after their rotation."""
+    """Raises ValueError if the attention module ``owner`` caches keys that are not rotated, or by other angles
+    than those of its rotary embedding, or are changed after their rotation. Nothing is checked if ``ROTATES``
+    says that they are not rotated."""
+    if not _rotates(owner):
+        return
     children = list(owner.children())
     heads = {latent_dims or c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
     kind = type(owner).__name__
+    rotary: list[Any] = list(filter(_is_rotary, children))
     # A rotary module for a part of the head is refused, because nothing tells which dims are rotated.
-    sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}
+    sizes = {module.head_size for module in rotary}
     if not sizes:
         raise ValueError(
             f"{_CORRECTED} needs a rotary embedding in every attention layer, {name} ({kind}) has "
@@ -207,9 +285,16 @@ def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | No
             f"{_CORRECTED}: {name} ({kind}) rotates a part of {sizes} dims "
             f"placed by the model itself in heads of {heads}; as-cached works"
         )
-    flag = SCALES_ROTATED_KEYS.get(kind)
-    if flag is not None and getattr(owner, flag, True):
+    scaled = {type(module).__name__ for module in rotary} - {"RotaryEmbedding"}
+    if scaled and getattr(owner, "use_fused_qk_norm_rope", False):
         raise ValueError(
-            f"{_CORRECTED}: {name} ({kind}, {flag}) scales keys after "
-            "their rotation, so they cannot be rotated any more; as-cached works"
+            f"{_CORRECTED}: with --enable-fused-qk-norm-rope {name} ({kind}) takes its angles from the model's "
+            f"config, which may not be those of {scaled.pop()}; without the flag it works"
         )
+    flags = {SCALES_ROTATED_KEYS[each] for each in _names(owner) & SCALES_ROTATED_KEYS.keys()}
+    for flag in flags:
+        if getattr(owner, flag, True):
+            raise ValueError(
+                f"{_CORRECTED}: {name} ({kind}, {flag}) scales keys after "
+                "their rotation, so they cannot be rotated any more; as-cached works"
+            )

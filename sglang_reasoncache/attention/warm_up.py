@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the Triton kernels of attention when a server starts."""
 
+from typing import Any
+
 import torch
 
 from sglang_reasoncache.attention.paged import PagedAttention
+from sglang_reasoncache.compat.types import AttentionLayer
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.page_logits import page_logits
@@ -22,10 +25,10 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
     # Layers of a window pool read plans without shifts. Of the models that have one, some have sinks.
     unshifted = RowPlan(plan.kv_indptr, plan.kv_indices, None)
     shapes = {
-        (layer.tp_q_head_num, layer.qk_head_dim, layer.logit_cap): layer
+        (layer.tp_q_head_num, layer.qk_head_dim, layer.logit_cap, *_shape(paged, layer)): layer
         for layer in paged.attention_layers
     }
-    for (heads, dim, logit_cap), layer in shapes.items():
+    for (heads, dim, logit_cap, *_), layer in shapes.items():
         kv = paged.pools[layer.layer_id]
         query = torch.zeros((1, heads, dim), dtype=paged.dtype, device=paged.device)
         # Pass both kinds of addresses: Triton compiles a kernel once for multiples of 16 and once for others.
@@ -55,3 +58,10 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
             gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)
             if paged.has_window_pool:
                 gather_kv(kv, plan.kv_indices[first:], None, query.dtype)
+
+
+def _shape(paged: PagedAttention, layer: AttentionLayer) -> tuple[Any, ...]:
+    """What else the kernels are compiled for: KV heads, dims of values, rotated dims and their pairing."""
+    kv = paged.pools[layer.layer_id]
+    rotated = () if kv.rotation is None else (kv.rotation.rotary_dim, kv.rotation.is_neox)
+    return (kv.num_heads, kv.values.shape[2], *rotated)

@@ -5,7 +5,7 @@ The tests in ``tests/contract`` resolve each of these names against the installe
 """
 
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -232,7 +232,7 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-def layer_ids(pool: Any) -> Iterable[int]:
+def layer_ids(pool: Any) -> Collection[int]:
     """Ids of the attention layers with KV in ``pool``. A hybrid model also has layers without KV."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     if of_hybrid is not None:

@@ -169,6 +169,7 @@ class ModelRunner(Protocol):
     is_draft_worker: bool
     is_generation: bool
     use_mla_backend: bool
+    sliding_window_size: int | None
     spec_algorithm: Any
     init_new_workspace: bool
     attn_backend: Any

@@ -193,7 +193,8 @@ def resolve_positions(
         raise ValueError(f"{reason}; use as-cached with it")
     if config.shares:
         # Without a rotary embedding it is not known what reading keys as cached costs: perhaps nothing.
-        hint = "" if rotations.finds_no_rotary(model_runner.model) else _AS_CACHED
+        with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
+        hint = "" if rotations.finds_no_rotary(model_runner.model, with_kv) else _AS_CACHED
         logger.warning("reasoncache: nothing is shared, because: %s%s", reason, hint)
     return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
@@ -402,4 +403,5 @@ def backend_class(name: str, latent: bool = False) -> type:
     bases = (SharedSlotReads, getattr(compat, stock))
     # ``unread``: SGLang's Triton decode kernels leave out the oldest position of a sliding window.
     members = {"__module__": __name__, "unread": int(name == "triton")}
+    members["one_window"] = name in compat.SLOT_BACKENDS
     return type(f"Corrected{stock}", bases, members)

@@ -99,7 +99,8 @@ class ServerParts:
     def _settings(self, model_runner: ModelRunner) -> ReasonCacheConfig:
         """The operator's settings, but keys are read as cached if the model does not rotate its keys: they need
         no correction."""
-        if rotations.is_without_positions(model_runner.model):
+        with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
+        if rotations.is_without_positions(model_runner.model, with_kv):
             return dataclasses.replace(self._config, positions="as-cached")
         return self._config
 

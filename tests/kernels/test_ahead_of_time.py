@@ -125,6 +125,14 @@ def _decode(
     return _decode_of(query, pool, pool, rotation, kind, new)
 
 
+def _partial(kind: str) -> _Kernel:
+    """A decode kernel for MiMo-V2-Flash, whose keys are wider than its values, and in part rotated."""
+    keys, values = (torch.empty(1, 4, dim, dtype=BF16, device="meta") for dim in (192, 128))
+    query = torch.empty(1, 64, 192, dtype=BF16, device="meta")
+    rotation: Any = SimpleNamespace(rotary_dim=64, is_neox=True)
+    return _decode_of(query, keys, values, rotation, kind)
+
+
 def _decode_of(
     query: Any, keys: Any, values: Any, rotation: Any, kind: str, new: int = 1
 ) -> _Kernel:
@@ -133,7 +141,7 @@ def _decode_of(
         *(query, keys, values),
         None if kind == "own" else rotation,
         rotates=kind == "merged",
-        latent=keys.shape[2] != values.shape[2],
+        latent=query.shape[2] != keys.shape[2],
         new=new,
     )
     stored = _stored(keys.dtype)
@@ -221,6 +229,7 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, e4m3 128x512+64": (latent(128, E4M3, "merged"), (255, 0, 51348)),
     "decode, own, e4m3 128x512+64": (latent(128, E4M3, "own"), (248, 0, 55424)),
     "decode, shifted, e4m3 128x512+64": (latent(128, E4M3, "shifted"), (255, 0, 55680)),
+    "decode, merged, bf16 64/4x192 partial, values of 128": (_partial("merged"), (192, 0, 66584)),
     "decode, merged, 4 new, bf16 32/8x128": (
         _decode("32/8x128", BF16, "merged", new=4),
         (176, 0, 83480),

@@ -30,6 +30,13 @@ from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.server.problems import OPT_OUT, prompts, reports, respond
 from tests.server.specs import LATENT, QUEST_POLICY, RKV_POLICY
 
+#: Models whose layers without a window do not rotate keys, unless they are forced to.
+WITHOUT_POSITIONS = ("afmoe", "cohere2", "cohere2_moe", "exaone_moe")
+#: Models whose window SGLang takes for the number of positions before a query's own.
+WIDER = ("cohere2", "cohere2_moe", "exaone_moe", "mimo_v2_flash")
+#: Models that pair neighbouring dims. The others pair both halves.
+INTERLEAVED = ("cohere2", "cohere2_moe", "deepseek_v2")
+
 #: How much fp32 log-probabilities may differ, because sums are computed in different orders.
 ROUNDING = 1e-4
 #: Key: whether a layer has a sliding window. Value: rotation of the layer's keys. None: keys stay as cached.
@@ -102,8 +109,8 @@ class Loop:
             frequencies = embedding.inv_freq if frequencies is None else frequencies
             angles = torch.arange(2048)[:, None] * frequencies.float()
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2, else pairs made of both halves.
-            found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
+            is_neox = self.name not in INTERLEAVED
+            found[windowed] = KeyRotation(table, table.shape[1], is_neox)
         return found
 
     @torch.no_grad()
@@ -161,7 +168,7 @@ class Loop:
         query: Any,
         key: Any,
         value: Any,
-        _mask: Any,
+        attention_mask: Any,
         scaling: float,
         sliding_window: int | None = None,
         s_aux: Any = None,
@@ -171,14 +178,18 @@ class Loop:
         out = query.new_empty((*query.shape[:3], value.shape[3]))
         ends = [row.first for row in self._rows[1:]] + [count]
         windowed = sliding_window is not None
+        reach = count if sliding_window is None else sliding_window + (self.name in WIDER)
+        turns = windowed or self.name not in WITHOUT_POSITIONS
+        turns |= getattr(module, "force_rope", False)
         read = self._reads(module, query[0], key[0], scaling)
         for row, end in zip(self._rows, ends, strict=True):
             queries = slice(row.first, end)
             shift = torch.arange(count) - row.slots
-            keys = self._rotated(key[0].transpose(0, 1)[row.slots], shift, windowed)
+            keys = key[0].transpose(0, 1)[row.slots]
+            keys = self._rotated(keys, shift, windowed) if turns else keys
             keys = keys.transpose(0, 1)[None]
             values = value[:, :, row.slots]
-            visible = read.triu(1 - (sliding_window or count))[queries] & row.held
+            visible = read.triu(1 - reach)[queries] & row.held
             mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)[None, None]
             if s_aux is not None:
                 # A sink takes a share of a head's attention and gives nothing: a key and a value of zeros, and

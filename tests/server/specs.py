@@ -226,10 +226,14 @@ UNCORRECTED = (
 
 #: Name in ``tiny_models.py`` -> module in SGLang, for models with latent attention and with sliding windows.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
-WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
+WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2", "cohere2": "commandr"}
+WINDOWS |= {name: name for name in ("afmoe", "cohere2_moe", "exaone_moe")}
 #: The window layers of these models have a pool of their own.
-WINDOW_POOL = {"mellum": "mellum", "gpt_oss": "gpt_oss"}
-STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
+WINDOW_POOL = {"mellum": "mellum", "gpt_oss": "gpt_oss", "laguna": "laguna"}
+WINDOW_POOL |= {"mimo_v2_flash": "mimo_v2"}
+#: Attention as in the embedded reasoner, but other rotary embeddings.
+PLAIN = {"phi3": "llama"}
+STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL, **PLAIN}
 
 
 def _beside(model: str) -> dict[str, str]:
@@ -253,6 +257,9 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     if model in WINDOW_POOL:
         env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
+    if model == "phi3":
+        # Up to here LongRoPE has one table.
+        flags = ("--context-length 2048", *flags)
     if model == "gpt_oss":
         # SGLang's choice for this model needs a GPU.
         flags = ("--moe-runner-backend triton", *flags)

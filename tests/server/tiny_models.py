@@ -54,22 +54,32 @@ _DRAFTING = {"deepseek_v3": _DEEPSEEK_DRAFTS} | dict.fromkeys(
 #: Every second layer sees all positions, the others a window. OLMo 3 has the rope fields of real checkpoints.
 _WINDOW: Fields = dict(num_hidden_layers=4, head_dim=16, sliding_window=48)
 _WINDOW |= dict(layer_types=["sliding_attention", _FULL] * 2)
+_ROPE: Fields = dict(
+    full_attention=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+    sliding_attention=dict(rope_type="default", rope_theta=1e3, partial_rotary_factor=1.0),
+)
+_DENSE = ["dense"] * 4
 #: Names of weights that compute what a layer adds to its input. The factors below shrink these weights,
 #: so that responses repeat themselves. The factors in ``_LESS`` also apply to the weights of experts.
 _OUTPUTS = tuple(
     f"{name}.weight" for name in ("o_proj", "out_proj", "down_proj", "w2", "output_linear")
 )
-_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+_NORMS = tuple(f"post_{name}_layernorm.weight" for name in ("attention", "feedforward", "mlp"))
 _LESS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "granitemoehybrid", "kimi_linear"), 0.06),
+    **dict.fromkeys(("cohere2", "cohere2_moe"), 0.01),
     "falcon_h1": 0.03,
+    "afmoe": 0.4,
     "gpt_oss": 0.05,
 }
 _LESS_OF_OTHERS = 0.12
 _LESS_OF_GEMMA = 0.6
 #: Greedy responses of these models run in circles of this many tokens, so that repeats begin at other places of
 #: a page: after token ``t`` the likeliest token is ``t + 1``, or ``t - 42`` at the end of a circle.
-_CIRCLES = {"qwen3": 43}
+_CIRCLES = dict.fromkeys(("qwen3", "afmoe", "laguna", "mimo_v2_flash", "phi3"), 43)
+_CIRCLES["exaone_moe"] = 48
+#: A window that is wider than a circle and the age at which blocks share, so that shared keys are read in it.
+_WIDE = {**_WINDOW, "sliding_window": 96}
 #: Model name -> name of the configuration class in ``transformers``, and arguments of this class.
 MODELS: dict[str, tuple[str, Fields]] = {
     "qwen3_next": (
@@ -130,6 +140,56 @@ MODELS: dict[str, tuple[str, Fields]] = {
             ),
         ),
     ),
+    # Command A: full layers have no positions. Embeddings are tied.
+    "cohere2": (
+        "Cohere2Config",
+        dict(**_WINDOW, tie_word_embeddings=True, logit_scale=1.0, rope_theta=1e3),
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        {**_WINDOW, "layer_types": [_FULL, "sliding_attention"] * 2}
+        | dict(first_k_dense_replace=1, tie_word_embeddings=True, logit_scale=1.0, rope_theta=1e3)
+        | dict(num_experts=4, num_experts_per_tok=2, prefix_dense_intermediate_size=32),
+    ),
+    # K-EXAONE and Trinity: full layers have no positions.
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        # With a pattern SGLang accepts only attention backends from a list of names.
+        dict(**_WIDE, mlp_layer_types=_DENSE, rope_theta=1e6, sliding_window_pattern=None),
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        dict(**_WIDE, num_dense_layers=4, rope_theta=1e3, **_EXPERTS),
+    ),
+    "laguna": (
+        "LagunaConfig",
+        {**_WINDOW, "sliding_window": 32}
+        | dict(
+            mlp_layer_types=_DENSE, rope_parameters=_ROPE, num_attention_heads_per_layer=[4, 2] * 2
+        ),
+    ),
+    # Keys are wider than values, window layers have sinks and twice as many KV heads.
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {**_WINDOW, "sliding_window": 32}
+        | dict(head_dim=32, v_head_dim=16, mlp_layer_types=_DENSE, num_key_value_heads=1),
+    ),
+    # LongRoPE, served up to its shorter table.
+    "phi3": (
+        "Phi3Config",
+        dict(
+            num_hidden_layers=4,
+            max_position_embeddings=8192,
+            original_max_position_embeddings=2048,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=1e4,
+                short_factor=[1.0 + at / 8 for at in range(8)],
+                long_factor=[4.0] * 8,
+                original_max_position_embeddings=2048,
+            ),
+        ),
+    ),
     "deepseek_v2": ("DeepseekV2Config", {**_DEEPSEEK, "topk_method": "greedy", "head_dim": 16}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -184,6 +244,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         if gemma:
             # SGLang ties Gemma's embeddings: a token would predict itself if the norm had no random signs.
             model.model.norm.weight.copy_(-2.0 * (torch.rand(64) < 0.5))
+        elif arguments.get("tie_word_embeddings"):
+            model.model.norm.weight.copy_(1.0 - 2.0 * (torch.rand(64) < 0.5))
         else:  # not for Gemma, which scales embeddings itself
             model.get_input_embeddings().weight *= 8.0
         latent = "kv_lora_rank" in arguments
@@ -193,7 +255,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
             if parameter.endswith(outputs):
                 weight *= less
             # In these models a norm would undo the factor, so the norm's weight is set. Gemma's norms add 1.
-            if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
+            if name in ("gemma3_text", "olmo3", "afmoe") and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else less)
         if name in _CIRCLES:
             circle = _CIRCLES[name]
@@ -226,6 +288,27 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}
         described.setdefault("scoring_func", "softmax")
+    if name == "exaone_moe":
+        described["is_moe_layer"] = [False] * 4
+    if "first_k_dense_replace" in arguments:
+        described["first_k_dense_replace"] = arguments["first_k_dense_replace"]
+    if name == "mimo_v2_flash":
+        described |= dict(
+            rope_theta=5e6,
+            swa_rope_theta=1e4,
+            partial_rotary_factor=0.334,
+            hybrid_layer_pattern=[int(kind != _FULL) for kind in arguments["layer_types"]],
+            sliding_window_size=arguments["sliding_window"],
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=2,
+            swa_head_dim=32,
+            swa_v_head_dim=16,
+            add_swa_attention_sink_bias=True,
+            moe_layer_freq=[0] * 4,
+            layernorm_epsilon=described["rms_norm_eps"],
+        )
+        # Hugging Face's fields are nested, SGLang's are not.
+        described["rope_parameters"] |= dict(rope_type="default", rope_theta=5e6)
     if name == "olmo3":
         del described["rope_parameters"]
         described |= {key: arguments[key] for key in ("rope_theta", "rope_scaling")}

@@ -364,6 +364,7 @@ UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
     (lambda r: setattr(r.runner.model_config, "is_local_attention_model", True), "in chunks"),
     (lambda r: setattr(r.layer, "enable_sink_attention", True), "sinks that a model applies"),
+    (lambda r: setattr(r.layer, "learnable_sink_param", r.rows), "sinks of latent attention"),
     (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
     (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
 ]

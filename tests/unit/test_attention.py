@@ -134,6 +134,9 @@ def test_prefills_that_expand_latent_rows_are_sglangs_own() -> None:
     owner.attn_mha = expanded
     rig.runner.model = torch.nn.ModuleList([owner])
     assert absorbed.is_possible(rig.runner)
+    # Lightning attention, as in Ring 2.5, has one of SGLang's attention layers, but no KV.
+    rig.runner.model.append(torch.nn.ModuleList([RadixAttention(20, 48, 1.0, 20, layer_id=2)]))
+    assert absorbed.is_possible(rig.runner)
 
 
 def test_sglang_absorbs_the_prefills_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +315,21 @@ def test_what_is_not_served_beside_windows_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(ModuleList\) is beside sliding windows"):
         PagedCpuBackend(rig.runner, rig.cached_at)
     PagedCpuBackend(rig.runner, None)
+
+
+@pytest.mark.parametrize("of_model", [None, 7, 8])
+def test_windows_of_layers_are_those_of_decode_steps(of_model: int | None) -> None:
+    """SGLang's FlashInfer and Triton backends read the model's window in decode steps. K-EXAONE and Command A
+    name none, Laguna's is larger than its layers'. If blocks shared there, a response would read otherwise."""
+    rig = Rig(shifted=0.0, window=8)
+    rig.runner.sliding_window_size = of_model
+    if of_model == 8:
+        models.check_window_of_decode(rig.runner, "--x y")
+        return
+    message = f"--x y: layer 1 has the window 8, SGLang's decode steps read {of_model} here"
+    with pytest.raises(ValueError, match=message):
+        models.check_window_of_decode(rig.runner, "--x y")
+    PagedCpuBackend(rig.runner, rig.cached_at)
 
 
 def fallback(rig: Rig, window: int = -1) -> None:

@@ -80,12 +80,13 @@ def test_sglangs_backend_is_behind_ours(
     name: str, latent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our class inherits SGLang's attributes that we do not override, such as flags that SGLang reads."""
-    made = attention.backend_class(name, latent)
+    made: Any = attention.backend_class(name, latent)
     made_by = compat.ATTENTION_BACKENDS[name]
     stock = getattr(compat, attention.STOCK[name, latent])
     if not latent or name != "flashinfer":
         assert stock.__name__ in inspect.getsource(made_by)
     assert made.__mro__[1:4] == (SharedSlotReads, PagedBackend, stock)
+    assert made.one_window == (name in ("flashinfer", "triton"))
     theirs = {attribute for attribute in vars(stock) if not attribute.startswith(("__", "_abc_"))}
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)

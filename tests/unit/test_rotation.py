@@ -14,10 +14,12 @@ import torch
 import transformers
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import base, factory
-from sglang.srt.models.exaone4 import Exaone4Attention
+from sglang.srt.layers.rotary_embedding.mrope import Ernie4_5_VLRotaryEmbedding
+from sglang.srt.layers.rotary_embedding.utils import apply_rotary_emb
 from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
+from sglang_reasoncache.attention import rotations
 from sglang_reasoncache.attention.rotations import (
     finds_no_rotary,
     is_without_positions,
@@ -81,6 +83,10 @@ def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
     return dict(rope_type=kind, **more)
 
 
+#: Which angles go by which of an image's three positions. Without images these are equal.
+SECTIONS: dict[str, Any] = {"mrope_section": [16, 24, 24]}
+
+
 MODELS = [
     Model("plain-r1-distill-qwen", "Qwen2", 131_072, 1e4, _rope()),
     Model("linear-deepseek-coder", "Llama", 65_536, 1e5, _rope("linear", factor=4.0),
@@ -102,6 +108,14 @@ MODELS = [
         4096, head_dim=64),
     Model("partial-phi-2", "Phi", 2048, 1e4, _rope(), head_dim=80, partial=0.4),
     Model("interleaved-partial-glm-4", "Glm4", 32_768, 1e4, _rope(), partial=0.5, is_neox=False),
+    Model("yarn-qwen-vl", "Qwen2", 131_072, 1e6, _rope("yarn", factor=4.0, **SECTIONS), 32_768,
+          max_position_embeddings=32_768),
+    Model("bailing-ming", "Qwen2", 32_768, 6e5, _rope(video_rope=True, **SECTIONS)),
+    Model("bailing-yarn", "Qwen2", 65_536, 6e5, _rope(
+        "yarn", factor=4.0, video_rope=True, **SECTIONS), 16_384, max_position_embeddings=16_384),
+    Model("short-longrope-phi-4-mini", "Phi3", 4096, 1e4, _rope(
+        "longrope", short_factor=[1.0] * 47 + [1.5], long_factor=[4.0] * 48),
+        4096, max_position_embeddings=131_072, partial=0.75),
 ]  # fmt: skip
 
 
@@ -141,7 +155,10 @@ class Embedding:
     def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         # DeepSeek's module takes ``[tokens, heads, dim]``, other modules take ``[tokens, heads * dim]``.
         flat = keys if self.model.family == "DeepseekV3" else keys.flatten(1)
-        return self.sglang.forward_native(positions, flat.clone(), flat.clone())[1].view_as(keys)
+        # LongRoPE has only ``forward``. Bailing's ``forward`` adds the number of negative positions.
+        rotate = getattr(self.sglang, "forward_native", self.sglang.forward)
+        at = positions - getattr(self.sglang, "position_start", 0)
+        return rotate(at, flat.clone(), flat.clone())[1].view_as(keys)
 
     def assert_close(
         self, found: torch.Tensor, raw: torch.Tensor, cached_at: torch.Tensor, used: torch.Tensor
@@ -204,30 +221,209 @@ def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> No
     assert torch.equal(rotation.sin, embedding.rotation.sin)
 
 
-def test_layers_beside_windows_have_their_own_rotation() -> None:
-    """EXAONE 4 rotates keys only in layers with a sliding window."""
-    model = torch.nn.ModuleList()
-    for layer, is_sliding in enumerate((True, True, False)):
-        owner: Any = Exaone4Attention.__new__(Exaone4Attention)
-        Attention.__init__(owner, rotary_of())
-        owner.attn.layer_id = layer
-        owner.attn.sliding_window_size = 7 if is_sliding else -1
-        owner.sliding_window_pattern = "LLG"
-        owner.is_sliding = is_sliding
-        model.append(owner)
-    runner: Any = SimpleNamespace(
+def runner_of(model: torch.nn.Module, layers: int = 3) -> Any:
+    """Stands in for SGLang's model runner."""
+    return SimpleNamespace(
         model=model,
         model_config=SimpleNamespace(context_len=64),
-        token_to_kv_pool=SimpleNamespace(start_layer=0, layer_num=3),
+        token_to_kv_pool=SimpleNamespace(start_layer=0, layer_num=layers),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
     )
-    found = key_rotations(runner, None)
+
+
+#: SGLang's attention modules that rotate keys in some layers only -> what layers have, and whether they rotate.
+ONLY_SOME: dict[str, list[tuple[dict[str, Any], bool]]] = {
+    "afmoe.AfmoeAttention": [
+        (dict(is_local_attention=True), True),
+        (dict(is_local_attention=False), False),
+    ],
+    "cohere2_moe.Cohere2MoeAttention": [
+        (dict(is_sliding=True, force_rope=False), True),
+        (dict(is_sliding=False, force_rope=True), True),
+        (dict(is_sliding=False, force_rope=False), False),
+    ],
+    "commandr.CohereAttention": [
+        (dict(v1=False, sliding_window_size=7), True),
+        (dict(v1=True, sliding_window_size=-1), True),
+        (dict(v1=False, sliding_window_size=-1), False),
+    ],
+    "exaone4.Exaone4Attention": [
+        (dict(sliding_window_pattern="LLG", is_sliding=True), True),
+        (dict(sliding_window_pattern=None, is_sliding=False), True),
+        (dict(sliding_window_pattern="LLG", is_sliding=False), False),
+    ],
+    "exaone_moe.ExaoneMoEAttention": [
+        (dict(sliding_window=True, apply_rope_all_layers=False), True),
+        (dict(sliding_window=False, apply_rope_all_layers=True), True),
+        (dict(sliding_window=False, apply_rope_all_layers=False), False),
+    ],
+}
+
+
+def layer_of(kind: str, number: int, window: int = -1, **fields: Any) -> Any:
+    """A layer of SGLang's class ``kind`` (``module.Class``)."""
+    module, _, name = kind.partition(".")
+    layer = of_class(
+        getattr(importlib.import_module(f"sglang.srt.models.{module}"), name), rotary_of()
+    )
+    layer.attn.layer_id = number
+    layer.attn.sliding_window_size = window
+    for field, value in fields.items():
+        setattr(layer, field, value)
+    return layer
+
+
+def test_every_module_that_rotates_in_some_layers_is_tested() -> None:
+    assert {kind.partition(".")[2] for kind in ONLY_SOME} == set(rotations.ROTATES)
+
+
+@pytest.mark.parametrize("kind", ONLY_SOME)
+def test_sglang_rotates_where_we_say(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """SGLang's modules call their rotary embedding in the forwards in which the table says so."""
+    called: list[bool] = []
+
+    def rotate(_: Any, __: Any, q: torch.Tensor, k: torch.Tensor) -> Any:
+        called.append(True)
+        return q, k
+
+    monkeypatch.setattr(base.RotaryEmbedding, "forward", rotate)
+    monkeypatch.setattr(RadixAttention, "forward", lambda _, q, *__: q)
+    for fields, rotates in ONLY_SOME[kind]:
+        called.clear()
+        layer = layer_of(kind, 0, **fields)
+        for size in ("q_size", "kv_size", "head_dim"):
+            setattr(layer, size, 64)
+        layer.num_heads = layer.num_kv_heads = 1
+        layer.use_qk_norm = False
+        layer.q_norm = layer.k_norm = torch.nn.Identity()
+        layer.qkv_proj = lambda hidden: (torch.ones(len(hidden), 3 * 64), None)
+        layer.o_proj = layer.gate_proj = lambda hidden: (hidden, None)
+        layer.forward(torch.arange(2), torch.ones(2, 64), None)
+        assert bool(called) == rotates == rotations._rotates(layer)
+
+
+@pytest.mark.parametrize("window", [-1, 7])
+@pytest.mark.parametrize("kind", ONLY_SOME)
+def test_layers_that_never_rotate_keep_their_keys(kind: str, window: int) -> None:
+    """Beside windows and without. A class that extends SGLang's inherits which layers rotate."""
+    layers = [layer_of(kind, at, **fields) for at, (fields, _) in enumerate(ONLY_SOME[kind])]
+    layers[0].attn.sliding_window_size = window
+    if window < 0 and kind == "exaone4.Exaone4Attention":
+        for layer in layers:
+            layer.__class__ = type("Further", (type(layer),), {})
+    found = key_rotations(runner_of(torch.nn.ModuleList(layers), len(layers)), None)
+    keys = torch.randn(4, HEADS, 64)
+    by = torch.arange(4)
+    rotated = key_rotation(torch.nn.ModuleList([rotary_of()]), 64).rotate(keys, by)
+    for at, (_, rotates) in enumerate(ONLY_SOME[kind]):
+        assert torch.equal(found[at].rotate(keys, by), rotated if rotates else keys)
+    still = torch.nn.ModuleList([layers[-1]])
+    assert is_without_positions(still) and not is_without_positions(torch.nn.ModuleList(layers))
+    with pytest.raises(ValueError, match="found none"):
+        key_rotation(still, 64)
+
+
+def test_layers_beside_windows_have_their_own_rotation() -> None:
+    """EXAONE 4 rotates keys only in layers with a sliding window."""
+    kind = "exaone4.Exaone4Attention"
+    model = torch.nn.ModuleList(
+        layer_of(kind, at, window, sliding_window_pattern="LLG", is_sliding=window > 0)
+        for at, window in enumerate((7, 7, -1))
+    )
+    found = key_rotations(runner_of(model), None)
     keys = torch.randn(4, HEADS, 64)
     by = torch.arange(4)
     assert found[0] is found[1]
     expected = key_rotation(torch.nn.ModuleList([rotary_of()]), 64).rotate(keys, by)
     assert torch.equal(found[0].rotate(keys, by), expected)
     assert torch.equal(found[2].rotate(keys, by), keys)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "jet_nemotron.JetNemotronAttention",
+        "laguna.LagunaAttention",
+        "mimo_v2.MiMoV2Attention",
+        "spark2_5.Spark2_5Attention",
+        "step3p5.Step3p5Attention",
+    ],
+)
+def test_layers_beside_windows_have_their_own_frequencies(kind: str) -> None:
+    """Also another number of rotated dims."""
+    model = torch.nn.ModuleList(layer_of(kind, at, window) for at, window in enumerate((7, -1)))
+    model[1].rotary_emb = rotary_of(base=500_000, rotary_dim=32)
+    found = key_rotations(runner_of(model, 2), None)
+    keys = torch.randn(4, HEADS, 64)
+    by = torch.arange(4)
+    for at, layer in enumerate(model):
+        own: Any = layer.rotary_emb
+        expected = key_rotation(torch.nn.ModuleList([own]), 64).rotate(keys, by)
+        assert torch.equal(found[at].rotate(keys, by), expected)
+    assert found[1].rotary_dim == 32
+
+
+def test_positions_of_text_in_models_that_see_images() -> None:
+    """ERNIE-VL's rotary embedding rotates by the one position that a text token has three times. Its pairs are
+    neighbours."""
+    embedding: Any = Ernie4_5_VLRotaryEmbedding(
+        64, 64, 256, 10_000, False, torch.float32, mrope_section=[11, 11, 10]
+    )
+    embedding._apply_rotary_emb_wrapped = apply_rotary_emb  # SGLang compiles it
+    rotation = key_rotation(torch.nn.ModuleList([embedding]), 256)
+    raw = torch.randn(4, HEADS, 64)
+    cached_at, used = torch.tensor([[0, 3, 200, 255], [9, 3, 11, 0]])
+
+    def rotated(at: torch.Tensor) -> torch.Tensor:
+        flat = raw.flatten(1)
+        return embedding.forward_native(at.expand(3, -1), flat.clone(), flat.clone())[1]
+
+    found = rotation.rotate(rotated(cached_at).view_as(raw), used - cached_at)
+    assert (found - rotated(used).view_as(raw)).abs().max() < 1e-4
+    wrong = rotation.rotate(rotated(cached_at).view_as(raw), used - cached_at + 1)
+    assert (wrong - rotated(used).view_as(raw)).abs().max() > 0.1
+
+
+def test_fused_kernels_that_ignore_the_rotary_embedding_are_refused() -> None:
+    """With --enable-fused-qk-norm-rope SGLang's Qwen3-MoE and Mellum take angles from the model's config."""
+    for kind in ("qwen3_moe.Qwen3MoeAttention", "mellum.MellumAttention"):
+        layer = layer_of(kind, 0)
+        for fused, rotary, is_served in (
+            (True, rotary_of(), True),
+            (False, rotary_of(rope_scaling=YARN), True),
+            (True, rotary_of(rope_scaling=YARN), False),
+        ):
+            layer.use_fused_qk_norm_rope = fused
+            layer.rotary_emb = rotary
+            for window in (-1, 7) if "mellum" in kind else (-1,):
+                layer.attn.sliding_window_size = window
+                runner = runner_of(torch.nn.ModuleList([layer]), 1)
+                if is_served:
+                    assert set(key_rotations(runner, None)) == {0}
+                    continue
+                message = r"fused-qk-norm-rope 0 \(.*those of YaRNScalingRotaryEmbedding"
+                with pytest.raises(ValueError, match=message):
+                    key_rotations(runner, None)
+
+
+def test_modules_of_state_layers_do_not_count() -> None:
+    """Lightning attention has one of SGLang's attention layers and a rotary embedding of its own, but no KV."""
+    ring = layer_of("bailing_moe_linear.BailingMoELinearAttention", 0)
+    latent = layer_of("bailing_moe_linear.DsV3MLA", 1)
+    latent.rotary_emb = rotary_of(head_size=32, rotary_dim=32, base=500_000)
+    model = torch.nn.ModuleList([ring, latent])
+    found = key_rotation(model, 64, 32, {1})
+    expected = key_rotation(torch.nn.ModuleList([latent.rotary_emb]), 64)
+    assert torch.equal(found.cos, expected.cos)
+    with pytest.raises(ValueError, match="rotates a part|same rotary embedding"):
+        key_rotation(model, 64, 32)
+    mixer = layer_of("minicpm.MiniCPMLightningMixer", 0)
+    attention = layer_of("minicpm.MiniCPMAttention", 1)
+    model = torch.nn.ModuleList([mixer, attention])
+    assert not is_without_positions(model, {1})
+    attention.rotary_emb = None
+    assert is_without_positions(model, {1}) and not is_without_positions(model)
+    assert finds_no_rotary(model, {1}) and not finds_no_rotary(model)
 
 
 def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
@@ -240,8 +436,8 @@ def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
     generator = torch.Generator().manual_seed(3)
     keys = torch.randn(3, 2 * slots, HEADS, 64, generator=generator)
     values = torch.randn(3, slots, HEADS, 64, generator=generator).repeat(1, 2, 1, 1)
-    rotations = {0: near, 1: far, 2: near}
-    for layer, rotation in rotations.items():
+    right = {0: near, 1: far, 2: near}
+    for layer, rotation in right.items():
         moved = rotation.rotate(keys[layer, :slots], torch.full((slots,), at))
         keys[layer, slots:] = moved
     of = dict(get_key_buffer=keys.__getitem__, get_value_buffer=values.__getitem__)
@@ -252,7 +448,7 @@ def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
     cached_at.record(torch.arange(slots), torch.arange(slots))
     req: Any = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0))
     block = BlockProposal(req, Candidate((Run(at, 0, slots),)), None, req, None)
-    for known, is_right in ((rotations, True), (dict.fromkeys(range(3), near), False)):
+    for known, is_right in ((right, True), (dict.fromkeys(range(3), near), False)):
         meter = BlockMeter(pool, rows, cached_at, known, HEADS, Ranks())
         meter.warm_up(slots)
         [distance] = meter.distances(meter.measure([block]))
@@ -264,9 +460,9 @@ def rotary_of(**changes: Any) -> Any:
     return factory.get_rope(**sizes | dict(dtype=torch.float32) | changes)
 
 
-def longrope() -> Any:
-    """Phi-3's rotary embedding: one table up to the original context length, another for longer responses."""
-    original = dict(original_max_position_embeddings=256)
+def longrope(short: int) -> Any:
+    """Phi-3's rotary embedding: one table for ``short`` positions, another once a response is longer."""
+    original = dict(original_max_position_embeddings=short)
     factors = dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32)
     sizes: dict[str, Any] = dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
     sizes |= dict(max_position_embeddings=512, **original)
@@ -277,14 +473,11 @@ def longrope() -> Any:
     return rotary_of(max_position=512, base=theta, rope_scaling=rope)
 
 
-SECTIONS = {"mrope_section": [8, 12, 12]}
-MULTIMODAL = {"rope_type": "default", **SECTIONS}
+MULTIMODAL = {"rope_type": "default", "mrope_section": [8, 12, 12]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 #: Rotary embeddings that are refused, by class name.
 KINDS: dict[str, Any] = {
-    "Phi3LongRoPEScaledRotaryEmbedding": longrope,
-    "YaRNScalingMRotaryEmbedding": lambda: rotary_of(rope_scaling={**YARN, **SECTIONS}),
     "Gemma4RotaryEmbedding": lambda: rotary_of(
         rope_scaling={"rope_type": "proportional"}, partial_rotary_factor=0.5
     ),
@@ -316,6 +509,11 @@ def hunyuan(use_qk_norm: bool) -> Any:
         ("none", lambda: [torch.nn.Linear(2, 2)]),
         ("LinearScaling", lambda: [rotary_of(), rotary_of(rope_scaling=LINEAR)]),
         ("same rotary embedding in every layer", lambda: [rotary_of(), rotary_of(base=500_000)]),
+        (
+            "same rotary embedding in every layer",
+            lambda: [rotary_of(), rotary_of(is_neox_style=False)],
+        ),
+        ("longer than 32 positions; --context-length 32 works", lambda: [longrope(32)]),
         ("holds 63 positions, --context-length is 64", lambda: [rotary_of(max_position=63)]),
         # Llama 4 and others have layers without rotation, whose keys must not be rotated.
         (r"1 \(Attention\)", lambda: [Attention(rotary_of()), Attention(None)]),
@@ -382,6 +580,7 @@ def test_not_refused() -> None:
         ([rotary_of()] * 2, 64),
         ([Attention(rotary_of()), Attention(rotary_of())], 64),
         ([hunyuan(False)], 64),
+        ([longrope(64)], 64),
         ([Attention(rotary_of(rotary_dim=32))], 32),
         # Qwen3.5 used for text only: its vision part has another table, which is ignored.
         (
