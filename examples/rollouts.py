@@ -15,7 +15,7 @@ def exact_tokens(meta: dict[str, Any]) -> int:
     """Number of the response's first tokens that were computed before a block of it shared."""
     record = meta.get("reasoncache")
     if record is None or record["continued"] is not None:
-        # It was aborted while it waited, or its prompt was approximate.
+        # Nothing is known of it, or its prompt was approximate.
         return 0
     began = [block[0] for block in (*record["blocks"], *record["blocks_across"])]
     began += [eviction[0] for eviction in record["evictions"]]

@@ -134,6 +134,8 @@ HOOK_TARGETS: dict[str, str] = {
     "retracted": "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
     "release": "sglang.srt.managers.schedule_batch.release_req",
     "pause": "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+    # What SGLang answers for a request that is aborted while it waits.
+    "make_abort": "sglang.srt.managers.scheduler._make_abort_req",
     # Every way to load new weights ends in the first or the second.
     "weights_loaded": _COMPONENTS
     + "weight_updater.SchedulerWeightUpdaterManager.record_weight_version_after_update",
@@ -165,6 +167,7 @@ FRONTEND_HOOK_TARGETS: dict[str, str] = {
     "._convert_to_internal_request",
     "abort": "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
     "meta_info": "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+    "abort_done": "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req",
 }
 
 #: The hooks of our CPU platform, with or without ``--enable-reasoncache``.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ def install() -> None:
         "decode_log_parts": _contained(_after_decode_log_parts, _after_decode_log_parts),
         "prefill_ready": _contained(_after_prefill_ready),
         "retracted": _contained(_after_retracted, _after_retracted),
+        "make_abort": _contained(_after_make_abort),
         "weights_loaded": _contained(_after_weights),
         "weights_ended": _contained(_after_weights),
     }
@@ -75,6 +77,7 @@ def install_frontend() -> None:
             targets["chat"]: (documents.after_chat, compat.HookType.AFTER),
             targets["abort"]: (waiting.after_abort, compat.HookType.AFTER),
             targets["meta_info"]: (_around_meta_info, compat.HookType.AROUND),
+            targets["abort_done"]: (_around_abort_done, compat.HookType.AROUND),
         }
     )
 
@@ -93,6 +96,30 @@ def _around_meta_info(
     )
     if record is not None:
         meta_info[OPT_OUT_KEY] = record
+
+
+def _after_make_abort(
+    controller: Controller, result: Any, req: Any, finished_reason: Any = None
+) -> Any:
+    """Send the record of a request that is aborted while it waits with the reason of its end, as JSON: values
+    there may be texts and numbers. Without a reason SGLang's main process has one of its own, the same as
+    here."""
+    record = controller.report.record_to_send(req)
+    if record is None:
+        return None
+    reason = finished_reason or {"type": "abort", "message": "Abort in waiting queue"}
+    result.finished_reason = {**reason, OPT_OUT_KEY: json.dumps(record)}
+    return result
+
+
+def _around_abort_done(stock: Callable[[Any, Any], None], manager: Any, recv_obj: Any) -> None:
+    """Put the record of a request that was aborted while it waited into the ``meta_info`` of its response."""
+    reason = recv_obj.finished_reason or {}
+    record = reason.pop(OPT_OUT_KEY, None)
+    state = manager.rid_to_state.get(recv_obj.rid)
+    stock(manager, recv_obj)
+    if record is not None and state is not None:
+        state.out_list[-1]["meta_info"][OPT_OUT_KEY] = json.loads(record)
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:

@@ -20,7 +20,7 @@ from sglang_reasoncache.sharing.blocks import MOST_OF_ID
 from sglang_reasoncache.sharing.group import PromptGroup
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.records import Records
-from sglang_reasoncache.sharing.request import RequestRecord
+from sglang_reasoncache.sharing.request import RequestRecord, record_of
 from sglang_reasoncache.sharing.rules import Refusal
 from sglang_reasoncache.sharing.stats import COUNTERS, SharingStats
 
@@ -184,13 +184,17 @@ class Report:
         read or hold others' KV, in ``meta_info`` under :data:`OPT_OUT_KEY`; see docs/rollouts.md."""
         said = len(req.output_ids_through_stop)
         if said and asked_by(req).record:
-            entry = {
-                "continued": getattr(req, CONTINUED, None),
-                **_what_was_read(record or RequestRecord(), None),
-            }
+            entry = _to_send(req, record)
             # SGLang sends one entry for each output token, the last with the end of the response.
             mine = {OPT_OUT_KEY: [*[None] * (said - 1), entry]}
             req.customized_info = {**(req.customized_info or {}), **mine}
+
+    def record_to_send(self, req: Request) -> dict[str, Any] | None:
+        """What :meth:`to_response` would say of a request that ends while it waits. None if it did not ask, or
+        has no output."""
+        if not req.output_ids or not asked_by(req).record:
+            return None
+        return _to_send(req, record_of(req))
 
     def response(self, rid: str) -> dict[str, Any] | None:
         """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None. Of requests with
@@ -277,6 +281,13 @@ class Report:
         evicted = self.eviction.positions_now
         shareable = self.pipeline.ledger.slots
         return f"#shared token: {shared}, #shareable token: {shareable}, #evicted token: {evicted}"
+
+
+def _to_send(req: Request, record: RequestRecord | None) -> dict[str, Any]:
+    return {
+        "continued": getattr(req, CONTINUED, None),
+        **_what_was_read(record or RequestRecord(), None),
+    }
 
 
 def _what_became_of_blocks(record: RequestRecord) -> dict[str, Any]:

@@ -60,6 +60,7 @@ HOOKS = {
     "load_batch": "self forward_batch pp_proxy_tensors",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "retracted": "self", "fetch_latent": "self kv_indices dst_dtype forward_batch",
+    "make_abort": "req finished_reason", "abort_done": "self recv_obj",
     "pause": "self recv_req", "weights_loaded": "self weight_version", "weights_ended": "self recv_req",
     "release": "req remaing_req_count ...",
     "linear": "self layer x bias", "lm_head": "self hidden_states lm_head embedding_bias ...",

@@ -15,10 +15,16 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.managers.communicator import FanOutCommunicator
-from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    GetInternalStateReq,
+    GetInternalStateReqOutput,
+)
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.compat.carriers import ASKED
+from sglang_reasoncache.custom_params import Asked
 from sglang_reasoncache.plugin import hooks, page, report, routes
 from sglang_reasoncache.sharing.blocks import Candidate, Run
 from sglang_reasoncache.sharing.request import RequestRecord, known_record
@@ -254,3 +260,35 @@ def test_a_record_says_what_was_sampled_before_kv_was_computed_again(again: bool
     assert read["recomputed"] == [(began, length)]
     assert [entry[0] >= length for entry in read["blocks"]] == [True] * again
     world.finish(req)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_request_that_is_aborted_while_it_waits_has_its_record(
+    monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """SGLang's main process answers for it, not the scheduler."""
+    world = World(dataclasses.replace(SINGLE, slots=400, when="always"))
+    req = world.start()
+    setattr(req, ASKED, Asked(share=True, record=asks))
+    world.propose(req, Pair(20, 8))
+    assert world.controller.after_decode([req])
+    world.retract(req)
+    monkeypatch.setattr(hooks, "_server", SimpleNamespace(controller=world.controller))
+    monkeypatch.setattr(hooks, "_unshared", None)
+    made = AbortReq(rid=req.rid)
+    sent = hooks._contained(hooks._after_make_abort)(made, req) or made
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=AbortReq)
+    state: Any = SimpleNamespace(out_list=[])
+
+    def stock(_manager: Any, received: AbortReq) -> None:
+        reason = received.finished_reason or {"type": "abort", "message": "Abort in waiting queue"}
+        state.out_list.append({"meta_info": {"finish_reason": reason}})
+
+    manager = SimpleNamespace(rid_to_state={req.rid: state})
+    hooks._around_abort_done(stock, manager, sent)
+    [response] = state.out_list
+    meta = response["meta_info"]
+    assert meta["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    assert ("reasoncache" in meta) == asks
+    if asks:
+        assert len(meta["reasoncache"]["blocks"]) == 1
