@@ -14,8 +14,9 @@ import httpx
 def exact_tokens(meta: dict[str, Any]) -> int:
     """Number of the response's first tokens that were computed before a block of it shared."""
     record = meta.get("reasoncache")
-    if record is None or record["continued"] is not None:
-        # Nothing is known of it, or its prompt was approximate.
+    if record is None or record["continued"] is not None or "prompt_tokens" not in meta:
+        # Nothing is known of it, or its prompt was approximate, or it was aborted while it waited: then SGLang
+        # does not say where the response begins.
         return 0
     began = [block[0] for block in (*record["blocks"], *record["blocks_across"])]
     began += [eviction[0] for eviction in record["evictions"]]

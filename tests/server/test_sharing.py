@@ -491,3 +491,28 @@ def changed_weights(model: Path, target: Path) -> Path:
             weights[name] = weight + 0.4 * weight.std() * noise.to(weight.dtype)
     save_file(weights, file, metadata={"format": "pt"})
     return target
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_what_a_pause_aborts_has_its_record(server: ServerProcess) -> None:
+    """Launchers of rollouts pause, abort everything, and later go on with what was said so far."""
+    todo = prompts(3, seed=63)
+    start = server.log_size()
+    custom = {"custom_params": {"reasoncache": {"record": True}}}
+    with ThreadPoolExecutor(len(todo)) as pool:
+        asked = [pool.submit(generate, server, t, 600, sampling_params=custom) for t in todo]
+        while server.log_text(start).count("Decode batch") < 8:
+            assert not any(each.done() for each in asked)
+            time.sleep(0.1)
+        server.post("/pause_generation", json={"mode": "retract"}).raise_for_status()
+        server.post("/abort_request", json={"abort_all": True}).raise_for_status()
+        found = [each.result()["meta_info"] for each in asked]
+        server.post("/continue_generation", json={}).raise_for_status()
+    assert {meta["finish_reason"]["type"] for meta in found} == {"abort"}
+    assert all(set(meta["finish_reason"]) <= {"type", "message"} for meta in found)
+    records = [meta["reasoncache"] for meta in found]
+    assert any(record["blocks"] for record in records)
+    for record, meta in zip(records, found, strict=True):
+        # SGLang does not say how many tokens the prompt has: some fifty.
+        end = 60 + meta["completion_tokens"]
+        assert all(written <= end for written, *_ in record["blocks"])
