@@ -181,7 +181,10 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     # SGLang sets this field to the breadth of trees of n-grams, which are supported.
     refusals.check(_server_args(speculative_algorithm="NGRAM", speculative_eagle_topk=8))
     eagle = {"speculative_algorithm": "EAGLE"}
+    ngram = {"speculative_algorithm": "NGRAM"}
     wrong: dict[str, dict[str, Any]] = {
+        "NGRAM with --moe-a2a-backend": {**ngram, "moe_a2a_backend": "deepep"},
+        "or --moe-dense-tp-size": {**ngram, "moe_dense_tp_size": 1},
         r"--speculative-algorithm DFLASH \(NGRAM": {"speculative_algorithm": "DFLASH"},
         r"--speculative-eagle-topk 2 \(only chains": {"speculative_eagle_topk": 2},
         r"--speculative-num-draft-tokens 64 \(at most 63": {"speculative_num_draft_tokens": 64},
@@ -423,6 +426,9 @@ def test_a_variable_is_obeyed_unless_something_else_was_said(
     flags.before_resolving(_server_args(disaggregation_mode="prefill"))
     flags.before_resolving(flags.engine_server_args(model_path="unused", enable_reasoncache=False))
     assert attached == [{}]
+    # Also by an engine, in a process that loaded SGLang's plugins before the variable was set.
+    flags.engine_server_args(model_path="unused")
+    assert attached == [{}, {}, {"min_age": 64}]
     for words in ("--enable-reasoncache 'x", "--reasoncache-when never", "--other"):
         monkeypatch.setenv(flags.WORDS_ENV, words)
         with pytest.raises(ValueError, match="^SGLANG_REASONCACHE: "):

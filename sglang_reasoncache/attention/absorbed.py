@@ -91,7 +91,7 @@ class _WhereOurs:
         if paged is None or paged.extend_plan is None:
             return self._stock(attention, forward_batch)
         if paged.expands:
-            form = expanded.form_of(self._stock, attention, forward_batch)
+            form = expanded.form_of(self._stock, paged, attention, forward_batch)
             if form in expanded.FORMS:
                 return form
         return compat.AttnForwardMethod.MLA

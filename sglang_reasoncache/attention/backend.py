@@ -84,7 +84,13 @@ class PagedBackend(_Stock):
             # The verification of drafted tokens, which SGLang runs as an extend.
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         self.paged.keep(q, layer)
-        planned = self.paged.extend_plan is not None and not self.paged.is_expanded(layer)
+        planned = self.paged.extend_plan is not None
+        if planned and self.paged.is_expanded(layer):
+            if not self.paged.expands:
+                raise RuntimeError(
+                    f"{self.requested_by}: expanded rows in a forward of our kernels"
+                )
+            planned = False
         if not planned and not self.always_ours:
             out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             self.paged.written(layer)

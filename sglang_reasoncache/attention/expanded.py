@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 #: SGLang's backends that can expand the rows of a prefix.
 BACKENDS = ("flashinfer", "fa3", "trtllm_mla")
+#: The fewest new tokens of a request for which its prefix is expanded. By operations it pays for DeepSeek from
+#: 170 on; our kernels reach a smaller part of a GPU's speed. No GPU has checked that.
+FEWEST_NEW = 64
 #: The forms of attention that fetch what they expand.
 FORMS = (compat.AttnForwardMethod.MHA_CHUNKED_KV, compat.AttnForwardMethod.MHA_ONE_SHOT)
 
@@ -28,11 +31,15 @@ def install() -> None:
     compat.apply_hooks({target: (_after_fetch, compat.HookType.AFTER)})
 
 
-def form_of(stock: Any, attention: Any, forward_batch: Any) -> Any:
-    """The form that SGLang's function ``stock`` chooses for a layer if the prefix were long: with a short one
-    SGLang attends to latent rows, in kernels that rotate nothing."""
+def form_of(stock: Any, paged: PagedAttention, attention: Any, forward_batch: Any) -> Any:
+    """The form of a layer in a prefill over shifted slots. SGLang's function ``stock`` expands long prefixes
+    only, and attends to the latent rows of short ones, in kernels that rotate nothing. Ours take longer, so
+    short prefixes are expanded, too. Not over an fp8 pool, where SGLang's kernels round in another way then,
+    and not for so few tokens that there is less to attend to than to expand."""
+    if max(forward_batch.extend_seq_lens_cpu) < FEWEST_NEW:
+        return compat.AttnForwardMethod.MLA
     threshold = getattr(attention, "chunked_prefix_cache_threshold", None)
-    if threshold is None:
+    if threshold is None or paged.rounds or forward_batch.seq_lens_cpu is None:
         return stock(attention, forward_batch)
     attention.chunked_prefix_cache_threshold = 0
     try:
@@ -72,15 +79,18 @@ def read_positions(forward_batch: Any, slots: torch.Tensor) -> torch.Tensor:
         lengths = forward_batch.seq_lens
         return _ascending(torch.zeros_like(lengths), lengths, len(slots))
     chunks = forward_batch.prefix_chunk_kv_indices or ()
-    bounds = [
-        (forward_batch.prefix_chunk_starts[at], forward_batch.prefix_chunk_seq_lens[at], chunk)
+    whole = slots is forward_batch.prefix_all_kv_indices
+    parts = [
+        _ascending(
+            forward_batch.prefix_chunk_starts[at],
+            forward_batch.prefix_chunk_seq_lens[at],
+            len(chunk),
+        )
         for at, chunk in enumerate(chunks)
+        if whole or slots is chunk
     ]
-    for starts, lengths, chunk in bounds:
-        if slots is chunk:
-            return _ascending(starts, lengths, len(chunk))
-    if slots is forward_batch.prefix_all_kv_indices:
-        return torch.cat([_ascending(*each[:2], len(each[2])) for each in bounds])
+    if parts:
+        return torch.cat(parts)
     raise RuntimeError("sglang-reasoncache: SGLang fetches latent rows that no list of it names")
 
 

@@ -86,6 +86,8 @@ class PagedAttention:
         self.latent = bool(compat.latent_rank(pool))
         #: Whether SGLang's kernels can run prefills over shifted latent rows (``expanded.py``).
         self.expands = False
+        #: Whether the pool holds numbers of fewer bits than the model's.
+        self.rounds = pool.dtype.itemsize < self.dtype.itemsize
         #: Whether our kernels can run prefills.
         self.runs_prefills = not self.latent or absorbed.is_possible(model_runner)
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
@@ -544,10 +546,14 @@ class PagedAttention:
             return keys
         shift = next((shift for known, shift in self._fetched if known is slots), None)
         if shift is None:
-            shift = expanded.read_positions(batch, slots) - self._cached_at[slots.long()]
+            shift = (expanded.read_positions(batch, slots) - self._cached_at[slots.long()]).int()
             # All layers fetch from the same lists.
             self._fetched.append((slots, shift))
-        return turned(keys.float(), shift, rotation).to(keys.dtype)
+        if self.backend != "triton":
+            return turned(keys.float(), shift, rotation).to(keys.dtype)
+        from sglang_reasoncache.kernels.turn_triton import turn
+
+        return turn(keys, shift, rotation)
 
     @once_more
     def keep(self, q: Tensor, layer: AttentionLayer) -> None:

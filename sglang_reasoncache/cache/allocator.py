@@ -100,7 +100,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         self.repairs = Repairs()
         self.continuations = Continuations(self.page_size)
         if self.swap is not None:
-            self.swap.forget()
+            self.swap.give_back()
         self.has_shifted_slots = False
         self.has_evicted = False
         self._held: list[torch.Tensor] = []

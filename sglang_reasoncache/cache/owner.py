@@ -101,9 +101,9 @@ class SlotOwner(Protocol):
     def released(self, req: Request, row: HostRow) -> None:
         """A request finished, was aborted or was retracted. ``row``: the host's copy of its freed row."""
 
-    def dropped(self, rid: str) -> None:
-        """SGLang aborted the request with this id while it had no row: while it waited, or came from a chunk.
-        All ranks call this in the same step."""
+    def dropped(self, handle: Any) -> None:
+        """SGLang aborted the request with this handle outside the running batch. All ranks call this in the
+        same step."""
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         """A prompt was composed of ``documents`` cached documents; see ``SharingStats.composed``."""
@@ -163,7 +163,7 @@ class NoOwner:
     def released(self, req: Request, row: HostRow) -> None:
         pass
 
-    def dropped(self, rid: str) -> None:
+    def dropped(self, handle: Any) -> None:
         pass
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:

@@ -40,7 +40,7 @@ class Swapped:
     """The KV of a retracted request on the host. SGLang's request carries it.
 
     Attributes:
-        rid: SGLang's id of the request.
+        request: The request, unless SGLang dropped it.
         length: Number of positions.
         runs: SGLang's copies of their KV, and of draft models' KV.
         cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory. None if keys
@@ -56,7 +56,7 @@ class Swapped:
 
     def __init__(
         self,
-        rid: str,
+        req: Request,
         length: int,
         runs: Sequence[CopiedRun],
         cached_at: torch.Tensor | None,
@@ -65,7 +65,7 @@ class Swapped:
         window: Any = None,
         in_window: int = 0,
     ) -> None:
-        self.rid = rid
+        self.request = weakref.ref(req)
         self.length = length
         self.runs = runs
         self.cached_at = cached_at
@@ -149,14 +149,18 @@ class HostSwap:
         """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
         for copy in self._there:
             copy.drop()
+
+    def give_back(self) -> None:
+        """As :meth:`forget`, and give back the pinned memory: a trainer beside the server may want it."""
+        self.forget()
         if torch.cuda.is_initialized():
-            # A trainer beside the server may want the memory.
             torch.accelerator.memory.empty_host_cache()
 
-    def dropped(self, rid: str) -> None:
-        """SGLang aborted the request with this id. Somebody may keep the request, such as a session."""
+    def dropped(self, handle: Any) -> None:
+        """SGLang aborted the request with this handle. Somebody may keep the request, such as a session."""
         for copy in self._there:
-            if copy.rid == rid:
+            req = copy.request()
+            if req is not None and req.cache_request_handle is handle:
                 copy.drop()
 
     def out(
@@ -220,7 +224,7 @@ class HostSwap:
         # The copies waited for the device, so all positions are recorded.
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
         swapped = Swapped(
-            req.rid,
+            req,
             length,
             runs,
             cached_at,

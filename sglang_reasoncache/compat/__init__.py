@@ -136,9 +136,10 @@ HOOK_TARGETS: dict[str, str] = {
     "pause": "sglang.srt.managers.scheduler.Scheduler.pause_generation",
     # What SGLang answers for a request that is aborted while it waits.
     "make_abort": "sglang.srt.managers.scheduler._make_abort_req",
-    # Every way to load new weights ends in the first or the second.
+    # Every way to load new weights into the served model ends in the first, whether a draft model's follow and
+    # whether the cache is flushed, or in the second.
     "weights_loaded": _COMPONENTS
-    + "weight_updater.SchedulerWeightUpdaterManager.record_weight_version_after_update",
+    + "weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
     "weights_ended": _COMPONENTS + "weight_updater.SchedulerWeightUpdaterManager.end_weight_update",
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",

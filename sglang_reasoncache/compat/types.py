@@ -34,6 +34,8 @@ class RequestKV(Protocol):
 
 class Request(Protocol):
     rid: str
+    #: What SGLang names the request by when it tells the prefix cache of its end.
+    cache_request_handle: Any
     kv: RequestKV
     #: SGLang's ``TreeLock`` of the request's prefix, or one of ours (``cache/tree/base.py``).
     lock: Any

@@ -46,7 +46,7 @@ class KeyRotation:
 
     def rotate(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """Rotate ``keys`` ``[..., heads, head_dim]`` by ``shift`` positions (int ``[...]``). Returns fp32."""
-        row = shift.abs().long()
+        row = shift.abs().long().clamp_(max=len(self.cos) - 1)
         cos = self.cos[row][..., None, :]
         sin = (self.sin[row] * shift.sign()[..., None])[..., None, :]
         keys = keys.float()

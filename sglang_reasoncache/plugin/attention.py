@@ -327,7 +327,9 @@ def make_cuda(
         # Hooks are installed last, because they cannot be removed after a failure.
         graph_votes.install(backend)
         if backend.paged.latent:
-            if absorbed.can_expand(model_runner, name):
+            # SGLang's backend has no chunked prefills on the decode server of a PD pair.
+            has_chunks = getattr(backend, "enable_chunk_kv", True)
+            if has_chunks and absorbed.can_expand(model_runner, name):
                 expanded.install()
                 backend.paged.expands = True
             absorbed.where_ours(name)

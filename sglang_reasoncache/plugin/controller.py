@@ -177,7 +177,7 @@ class Controller:
         """While SGLang retracts all requests for a pause: their KV is not kept."""
         swap = self.report.swap
         if swap is not None:
-            swap.forget()
+            swap.give_back()
             swap.rests = True
         try:
             yield
@@ -206,9 +206,9 @@ class Controller:
             if (row.saved or row.evicted or row.in_other_rows) and not self.report.slots_saved:
                 self.report.publish()
 
-    def dropped(self, rid: str) -> None:
+    def dropped(self, handle: Any) -> None:
         with self.containment:
-            self.records.dropped(rid)
+            self.records.dropped(handle)
 
     def _count_ended(self, req: Request, record: RequestRecord | None, row: HostRow) -> None:
         """Report a finished request unless it was aborted."""

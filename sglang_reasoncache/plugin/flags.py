@@ -31,7 +31,8 @@ WORDS_ENV = "SGLANG_REASONCACHE"
 #: The HTTP application of SGLang's worker processes, as ``compat.APP_ENV`` names it.
 WORKER_APP = "sglang_reasoncache.plugin.worker:app"
 ENABLE = "enable_reasoncache"
-#: Whether this process has made flags of a server with the plugin.
+#: Whether this process has ever made flags of a server with the plugin. From then on the processes of its
+#: servers install the hooks, which do nothing in a server without a config.
 _is_enabled = False
 _PREFIX = "reasoncache_"
 _SET = _PREFIX + "set"

@@ -130,7 +130,8 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     from sglang_reasoncache.config import config_of
 
     if config_of(compat.get_server_args()) is None:
-        # This server runs without the plugin; an earlier server in this process installed the hooks.
+        # This server runs without the plugin; an earlier server in this process installed the hooks. (If both
+        # run, the later one decides for both. A scheduler takes wrong values as opted out.)
         return
     asked_of(params.custom_params)
     documents_of(params.custom_params)

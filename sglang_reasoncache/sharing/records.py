@@ -12,6 +12,7 @@ import collections
 import weakref
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 from sglang_reasoncache.cache.composition import marked
 from sglang_reasoncache.cache.host_row import HostRow
@@ -64,8 +65,8 @@ class Records:
         self._orphans: collections.deque[int] = collections.deque()
         # SGLang's requests by the filter's ids. A request that SGLang dropped disappears from here.
         self._followed: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
-        # Requests that were retracted and wait to be prefilled again, by SGLang's id.
-        self._retracted: weakref.WeakValueDictionary[str, Request] = weakref.WeakValueDictionary()
+        # Requests that were retracted and wait to be prefilled again.
+        self._retracted: weakref.WeakSet[Request] = weakref.WeakSet()
         # Requests whose record has a row, by ``HostRow.number``, in the order in which they were prefilled.
         self._with_row: dict[int, Request] = {}
 
@@ -99,7 +100,7 @@ class Records:
                 record.recomputed.append(record.sampled)
         record.sampled = None
         record.row = row
-        self._retracted.pop(req.rid, None)
+        self._retracted.discard(req)
         self._with_row[row.number] = req
         if record.followed is not None:
             record.followed.join(True)
@@ -107,10 +108,13 @@ class Records:
     def retracted(self, req: Request, row: HostRow) -> None:
         """SGLang freed ``row`` and will prefill the request again. Until then the request leaves its group."""
         record = record_of(req)
+        if record is None and getattr(req, CONTINUED, None) is not None:
+            # No poll has seen it yet, and it has sampled behind approximate KV.
+            record = self.born(req)
         if record is not None:
             record.sampled = _sampled(req, record)
             self._lose_row(req, record, row)
-            self._retracted[req.rid] = req
+            self._retracted.add(req)
             if record.followed is not None:
                 record.followed.join(False)
 
@@ -122,13 +126,14 @@ class Records:
             if record.followed is not None:
                 record.followed.close()
 
-    def dropped(self, rid: str) -> None:
-        """SGLang aborted the request with this id. If it waited to be prefilled again, the filter forgets it:
-        it does not end, and somebody may keep it, such as a session."""
-        req = self._retracted.pop(rid, None)
-        record = None if req is None else record_of(req)
-        if record is not None and record.followed is not None:
-            record.followed.close()
+    def dropped(self, handle: Any) -> None:
+        """SGLang aborted the request with this handle. If it waited to be prefilled again, the filter forgets
+        it: it does not end, and somebody may keep it, such as a session."""
+        for req in [each for each in self._retracted if each.cache_request_handle is handle]:
+            self._retracted.discard(req)
+            record = record_of(req)
+            if record is not None and record.followed is not None:
+                record.followed.close()
 
     def _lose_row(self, req: Request, record: RequestRecord, row: HostRow) -> None:
         """Blocks in the ledger that would read or change the row leave it. Those of other requests become

@@ -31,6 +31,7 @@ from sglang_reasoncache.kernels import (
     plan_triton,
     rotations_triton,
     row_plan,
+    turn_triton,
 )
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
@@ -191,6 +192,11 @@ def _gather() -> _Kernel:
     return gather_triton.gather_kernel, lambda: constants, {}
 
 
+def _turn() -> _Kernel:
+    constants: dict[str, Any] = dict(HALF=32, NEOX=False, DIM=64, COLS=64, ROWS=64)
+    return turn_triton.turn_kernel, lambda: constants, {}
+
+
 def _logits(dim: int) -> _Kernel:
     """Logits of pages with keys of ``dim`` elements, whose bounds are twice as wide."""
     bounds = torch.empty(1, 8, 2 * dim, dtype=BF16, device="meta")
@@ -247,6 +253,7 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "merge of chunks": (_merge(128), (56, 0, 2048)),
     "merge of chunks of latents": (_merge(512), (168, 0, 1024)),
     "gather": (_gather(), (128, 0, 0)),
+    "turn": (_turn(), (128, 0, 16)),
     "logits of pages of 64 dims": (_logits(64), (128, 0, 12288)),
     "logits of pages of 128 dims": (_logits(128), (120, 0, 24576)),
     "logits of pages of 256 dims": (_logits(256), (72, 24, 32768)),
@@ -314,7 +321,7 @@ def test_resources(name: str, gpu: int) -> None:
         # The kernel must have at least four wide loads: for K and for V of both blocks.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
         assert not re.findall(NARROW, ptx)
-    elif name == "gather":
+    elif name in ("gather", "turn"):
         assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)
 
 

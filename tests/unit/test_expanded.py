@@ -20,6 +20,9 @@ from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import absorbed, expanded
+from sglang_reasoncache.kernels import turn_triton
+from sglang_reasoncache.kernels.paged import turned
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.triton_runs import test_interpreted as test_interpreted
 from tests.triton_runs import under_interpreter
 from tests.unit.attention_rig import RANK, ROTATED, TOLERANCE, Rig, mark
@@ -217,6 +220,30 @@ def test_whole_rows_are_read_where_they_are_used(prefill: Any) -> None:
     torch.testing.assert_close(torch.cat(found), wanted, rtol=0, atol=10 * TOLERANCE[torch.float32])
 
 
+@under_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("neox", [True, False])
+def test_the_kernel_rotates_as_pytorch_does(dtype: torch.dtype, neox: bool) -> None:
+    drawn = torch.Generator().manual_seed(11)
+    count = 200
+    table = torch.randn(500, ROTATED, generator=drawn)
+    table[0, : ROTATED // 2] = 1.0
+    rotation = KeyRotation(table, ROTATED, neox)
+    wide = torch.randn(count, 1, RANK + ROTATED, generator=drawn).to(dtype)
+    keys = wide[..., RANK:]
+    shift = torch.randint(-499, 500, (count,), generator=drawn, dtype=torch.int32)
+    shift[::3] = 0
+    keys[::3][:2] = float("inf")
+    found = turn_triton.turn(keys, shift, rotation)
+    wanted = turned(keys.float(), shift, rotation).to(dtype)
+    assert torch.equal(found[::3], keys[::3])
+    # The interpreter cuts what a GPU rounds to bf16.
+    close = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+    assert not turn_triton.turn(keys, torch.full_like(shift, 500), rotation).any()
+    assert turn_triton.turn(keys[:0], shift[:0], rotation).shape == (0, 1, ROTATED)
+
+
 def test_lists_that_are_not_known_are_refused(prefill: Any) -> None:
     """Their keys would be read where they were cached."""
     with pytest.raises(RuntimeError, match="no list"):
@@ -244,7 +271,8 @@ def test_what_is_expanded_runs_in_sglangs_kernels(
 
 
 def test_the_form_of_prefills_over_shifted_slots(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are expanded however short the prefix is, and SGLang's threshold stays for other prefills."""
+    """They are expanded however short the prefix is, unless few tokens are new or the pool rounds. SGLang's
+    threshold stays for other prefills."""
     forms = compat.AttnForwardMethod
 
     def stock(attention: Any, batch: Any) -> Any:
@@ -260,13 +288,17 @@ def test_the_form_of_prefills_over_shifted_slots(rig: Rig, monkeypatch: pytest.M
     backend = backend_of("cuda", rig)
     context: Any = ForwardContext(attn_backend=backend)
     with forward_context(context):
-        for expands, shifted, name, form in (
-            (True, True, "fa3", forms.MHA_CHUNKED_KV),
-            (True, False, "fa3", forms.MLA),
-            (False, True, "fa3", forms.MLA),
-            (True, True, "triton", forms.MLA),
-            (True, False, "triton", forms.MHA),
+        for expands, shifted, name, fewest, rounds, form in (
+            (True, True, "fa3", max(PREFILL), False, forms.MHA_CHUNKED_KV),
+            (True, True, "fa3", max(PREFILL) + 1, False, forms.MLA),
+            (True, True, "fa3", 1, True, forms.MLA),
+            (True, False, "fa3", 1, False, forms.MLA),
+            (False, True, "fa3", 1, False, forms.MLA),
+            (True, True, "triton", 1, False, forms.MLA),
+            (True, False, "triton", 1, False, forms.MHA),
         ):
+            monkeypatch.setattr(expanded, "FEWEST_NEW", fewest)
+            backend.paged.rounds = rounds
             backend.paged.expands = expands
             batch = rig.batch(PREFILL)
             mark(batch, shifted)

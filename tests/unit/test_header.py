@@ -14,6 +14,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.compat.carriers import CONFIG
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import HEADER, ROUTED_HEADER, asked_of, header_value
 from sglang_reasoncache.plugin import documents, header
 from tests.unit.test_requests import SPELLINGS
@@ -197,7 +199,7 @@ def test_every_turn_of_a_tool_loop_opts_out() -> None:
 
     manager: Any = SimpleNamespace(
         preferred_sampling_params=None,
-        server_args=SimpleNamespace(),
+        server_args=SimpleNamespace(**{CONFIG: ReasonCacheConfig()}),
         model_config=SimpleNamespace(context_len=99),
         num_reserved_tokens=0,
     )

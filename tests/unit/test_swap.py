@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, CacheRequestOutcome
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.session.session_controller import Session, SessionReqNode
 
@@ -328,13 +328,17 @@ def test_what_an_aborted_request_leaves_is_dropped(in_session: bool) -> None:
         req.session.req_nodes[req.rid] = SessionReqNode(req)
     world.retract(req)
     assert swap.num_bytes > 0
+    # Another process that serves HTTP may have let another request have this id.
+    other = CacheRequestHandle(rid=req.rid, attempt_id=0)
+    world.tree.finish(other, CacheRequestOutcome.ABORT)
+    assert swapped_of(req) is not None and number not in world.engine.closed
     world.tree.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
     assert swap.num_bytes == 0 and swapped_of(req) is None
     assert number in world.engine.closed
     world.engine.closed.clear()
     del req
-    other = world.start("other", 300)
-    world.controller.after_decode([other])
+    next_one = world.start("other", 300)
+    world.controller.after_decode([next_one])
     assert not world.engine.closed, "the filter was told twice"
 
 

@@ -23,6 +23,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.runtime_context import get_context, get_server_args, publish
 from sglang.srt.server_args import PortArgs
 
+from sglang_reasoncache.compat.carriers import CONFIG
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.plugin import documents, waiting
 
 #: Spans of three documents behind a base of four tokens.
@@ -109,6 +111,7 @@ def run(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     with get_context().override_server_args(model_path=path, tokenizer_path=path, device="cpu"):
         publish(get_server_args(), role="tokenizer")
+        setattr(get_server_args(), CONFIG, ReasonCacheConfig())
         yield lambda test: asyncio.run(whole(test))
 
 
@@ -390,5 +393,20 @@ def test_an_id_like_that_of_a_health_check(run: Any) -> None:
             await task
         for each in manager.received()[1:]:
             await manager.finish(each.rid)
+
+    run(test)
+
+
+def test_a_server_without_the_plugin_gets_requests_as_they_are(run: Any) -> None:
+    """An earlier server in the process has installed the hooks."""
+
+    async def test(manager: Manager) -> None:
+        manager.server_args = SimpleNamespace()
+        obj = _obj()
+        before = dict(obj.sampling_params)
+        seen: list[Any] = []
+        original: Any = lambda *given: seen.append(given)  # noqa: E731
+        documents.around_generate(original, manager, obj)
+        assert seen == [(manager, obj, None)] and obj.sampling_params == before
 
     run(test)

@@ -53,13 +53,14 @@ class SwapsOut(Publishes):
             setattr(req, CONTINUED, None)
 
     def finish(self, handle: Any, outcome: Any) -> None:
-        """SGLang is done with a request that has no row: with a request that waited, it was aborted."""
+        """SGLang is done with a request outside the running batch: it may have aborted the request, whose row,
+        if there is one, it frees before or after this."""
         super().finish(handle, outcome)
         if outcome != compat.CacheRequestOutcome.SUCCESS:
             swap = self.token_to_kv_pool_allocator.swap
             if swap is not None:
-                swap.dropped(handle.rid)
-            self.owner.dropped(handle.rid)
+                swap.dropped(handle)
+            self.owner.dropped(handle)
 
     def _swaps(self, req: Request) -> bool:
         """Whether the KV of a request that is being retracted may go to the host. Without a prefix cache SGLang
