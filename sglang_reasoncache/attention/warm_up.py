@@ -53,6 +53,11 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
         if paged.selection is not None and layer.layer_id in paged.selection.bounds:
             bounds = paged.selection.bounds[layer.layer_id]
             page_logits(query, bounds[:-1], zero[None], 1.0, backend=paged.backend)
+        if paged.latent and kv.rotation is not None and plan.shift is not None:
+            fetched = torch.zeros((1, 1, kv.keys.shape[2]), dtype=paged.dtype, device=paged.device)
+            from sglang_reasoncache.kernels.turn_triton import turn
+
+            turn(fetched, plan.shift[:1], kv.rotation)
         for first in (0, 1):
             shift = None if plan.shift is None else plan.shift[first:]
             gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)
