@@ -513,6 +513,7 @@ def test_what_a_pause_aborts_has_its_record(server: ServerProcess) -> None:
     records = [meta["reasoncache"] for meta in found]
     assert any(record["blocks"] for record in records)
     for record, meta in zip(records, found, strict=True):
-        # SGLang does not say how many tokens the prompt has: some fifty.
-        end = 60 + meta["completion_tokens"]
+        # SGLang does not say how many tokens the prompt has: some fifty. Its main process gets tokens of a
+        # response that is not streamed fifty at a time, and the last ones not at all.
+        end = 60 + meta["completion_tokens"] + 50
         assert all(written <= end for written, *_ in record["blocks"])
