@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import expanded
+from sglang_reasoncache.attention.models import attention_of, is_absorbed, owners_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     import torch
 
     from sglang_reasoncache.compat.types import ModelRunner
@@ -28,9 +27,8 @@ def is_possible(model_runner: ModelRunner) -> bool:
     rank = compat.latent_rank(model_runner.token_to_kv_pool)
     with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
     return all(
-        _asks(owner) or all(is_absorbed(layer, rank) for layer in layers)
-        for owner in model_runner.model.modules()
-        if (layers := [c for c in owner.children() if _has_kv(c, with_kv)])
+        _asks(owner) or all(is_absorbed(layer, rank) for layer in attention_of(owner, with_kv))
+        for _, owner in owners_of(model_runner.model, with_kv)
     )
 
 
@@ -39,30 +37,17 @@ def can_expand(model_runner: ModelRunner, name: str) -> bool:
     asks its registry, and neither ``--disable-chunked-prefix-cache`` nor ``--flashinfer-mla-disable-ragged``
     forbids it."""
     with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
-    owners = [
-        module
-        for module in model_runner.model.modules()
-        if any(_has_kv(child, with_kv) for child in module.children())
-    ]
     forbids = ["disable_chunked_prefix_cache"]
     if name == "flashinfer":
         forbids.append("flashinfer_mla_disable_ragged")
     return name in expanded.BACKENDS and all(
-        _asks(owner) and not any(getattr(owner, flag, True) for flag in forbids) for owner in owners
+        _asks(owner) and not any(getattr(owner, flag, True) for flag in forbids)
+        for _, owner in owners_of(model_runner.model, with_kv)
     )
-
-
-def _has_kv(module: torch.nn.Module, with_kv: Collection[int]) -> bool:
-    return isinstance(module, compat.RadixAttention) and module.layer_id in with_kv
 
 
 def _asks(owner: torch.nn.Module) -> bool:
     return ASKS in (base.__name__ for base in type(owner).__mro__)
-
-
-def is_absorbed(layer: Any, rank: int) -> bool:
-    """Whether a layer attends to latent rows of ``rank`` dims."""
-    return bool(layer.v_head_dim == rank and layer.tp_k_head_num == 1)
 
 
 def always(name: str) -> None:

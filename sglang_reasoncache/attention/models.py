@@ -12,7 +12,7 @@ from sglang_reasoncache.attention.families import REFUSED
 from sglang_reasoncache.errors import CannotShare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     import torch
 
@@ -182,7 +182,29 @@ def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
         for module in modules
         if isinstance(module, compat.RadixAttention)
         and module.layer_id in numbers
-        and (not rank or (module.v_head_dim == rank and module.tp_k_head_num == 1))
+        and (not rank or is_absorbed(module, rank))
+    ]
+
+
+def is_absorbed(layer: Any, rank: int) -> bool:
+    """Whether a layer attends to latent rows of ``rank`` dims, not to what is expanded from them."""
+    return bool(layer.v_head_dim == rank and layer.tp_k_head_num == 1)
+
+
+def owners_of(
+    model: torch.nn.Module, layers: Collection[int] | None = None
+) -> list[tuple[str, torch.nn.Module]]:
+    """Name and module, for each module that has one of SGLang's attention layers as a child. ``layers``: ids of
+    the layers with KV; None for all. State layers may have such a child, too (lightning attention)."""
+    return [each for each in model.named_modules() if attention_of(each[1], layers)]
+
+
+def attention_of(owner: torch.nn.Module, layers: Collection[int] | None = None) -> list[Any]:
+    """SGLang's attention layers among the children of ``owner``, as far as their ids are among ``layers``."""
+    return [
+        child
+        for child in owner.children()
+        if isinstance(child, compat.RadixAttention) and (layers is None or child.layer_id in layers)
     ]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import absorbed, expanded, verification
 from sglang_reasoncache.attention.batch_mark import mark_of
-from sglang_reasoncache.attention.models import attention_layers, reach_of
+from sglang_reasoncache.attention.models import attention_layers, is_absorbed, reach_of
 from sglang_reasoncache.attention.rotations import key_rotations
 from sglang_reasoncache.attention.slots import slots_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -29,7 +29,7 @@ from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
-from sglang_reasoncache.kernels.paged import PagedKv, turned
+from sglang_reasoncache.kernels.paged import PagedKv, rotate_rows
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import RowPlan
@@ -533,7 +533,7 @@ class PagedAttention:
 
     def is_expanded(self, layer: AttentionLayer) -> bool:
         """Whether a layer attends to keys and values of heads that SGLang expanded from latent rows."""
-        return self.latent and not absorbed.is_absorbed(layer, compat.latent_rank(self._pool))
+        return self.latent and not is_absorbed(layer, compat.latent_rank(self._pool))
 
     @once_more
     def rotate_fetched(
@@ -541,19 +541,15 @@ class PagedAttention:
     ) -> Tensor:
         """The rotated dims of latent rows that SGLang fetched, ``[n, 1, dims]``, rotated to the positions where
         a prefill reads them. ``slots``: SGLang's list of their slots, int ``[n]``."""
-        rotation = self.pools[layer].rotation
-        if self._cached_at is None or rotation is None:
+        pool = self.pools[layer]
+        if self._cached_at is None or pool.rotation is None:
             return keys
         shift = next((shift for known, shift in self._fetched if known is slots), None)
         if shift is None:
             shift = (expanded.read_positions(batch, slots) - self._cached_at[slots.long()]).int()
             # All layers fetch from the same lists.
             self._fetched.append((slots, shift))
-        if self.backend != "triton":
-            return turned(keys.float(), shift, rotation).to(keys.dtype)
-        from sglang_reasoncache.kernels.turn_triton import turn
-
-        return turn(keys, shift, rotation)
+        return rotate_rows(pool, keys, shift)
 
     @once_more
     def keep(self, q: Tensor, layer: AttentionLayer) -> None:

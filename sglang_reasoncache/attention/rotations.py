@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.models import attention_layers, fallback_layers, reach_of
+from sglang_reasoncache.attention.models import (
+    attention_layers,
+    attention_of,
+    fallback_layers,
+    owners_of,
+    reach_of,
+)
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 if TYPE_CHECKING:
@@ -79,7 +85,7 @@ WINDOWED = (
 def is_without_positions(model: torch.nn.Module, layers: Collection[int] | None = None) -> bool:
     """Whether ``model`` caches keys without positions, so that any position may read a key as cached.
     ``layers``: ids of the layers with KV; None for all."""
-    owners = [owner for _, owner in _owners(model, layers)]
+    owners = [owner for _, owner in owners_of(model, layers)]
     lack = bool(owners) and all(map(_lacks_positions, owners))
     return lack and not _rotary_modules(model, layers)
 
@@ -106,7 +112,7 @@ def _names(owner: torch.nn.Module) -> set[str]:
 def finds_no_rotary(model: torch.nn.Module, layers: Collection[int] | None = None) -> bool:
     """Whether none of the attention layers found in ``model`` has a rotary embedding nearby. False if none is
     found. ``layers``: ids of the layers with KV; None for all."""
-    return bool(_owners(model, layers)) and not _rotary_modules(model, layers)
+    return bool(owners_of(model, layers)) and not _rotary_modules(model, layers)
 
 
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
@@ -125,20 +131,21 @@ def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[in
             "are not modules, and how they rotate keys is unknown; as-cached works"
         )
     layers = compat.layer_ids(model_runner.token_to_kv_pool)
-    owners = _owners(model, layers)
+    owners = owners_of(model, layers)
     others = [(name, owner) for name, owner in owners if type(owner).__name__ not in WINDOWED]
     has_windows = any(map(reach_of, attention_layers(model_runner)))
     if not has_windows and (others or not owners):
         shared = key_rotation(model, max_positions, latent_dims, layers).to(device)
         still = [owner for _, owner in owners if not _rotates(owner)]
-        ids = [each.layer_id for owner in still for each in _attention_of(owner, layers)]
+        ids = [each.layer_id for owner in still for each in attention_of(owner, layers)]
         return dict.fromkeys(layers, shared) | (dict.fromkeys(ids, shared.none()) if ids else {})
     if has_windows and getattr(model_runner.model_config, "is_multimodal", False):
         raise ValueError(
             f"{_CORRECTED}: beside sliding windows --enable-multimodal is not supported, because tokens "
             "of an image may see each other"
         )
-    for name, owner in others:
+    if others:
+        name, owner = others[0]
         raise ValueError(
             f"{_CORRECTED}: {name} ({type(owner).__name__}) is beside sliding windows, and how such layers "
             f"rotate keys is known of {', '.join(WINDOWED)}; as-cached works"
@@ -154,7 +161,7 @@ def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[in
             rotation = _gemma3_rotation(embedding, max_positions)
             rotation = rotation or key_rotation(torch.nn.ModuleList([embedding]), max_positions)
             made[embedding, turns] = (rotation if turns else rotation.none()).to(device)
-        for layer in _attention_of(owner, layers):
+        for layer in attention_of(owner, layers):
             of_layer[layer.layer_id] = made[embedding, turns]
     return of_layer
 
@@ -201,7 +208,7 @@ def key_rotation(
             f"{_CORRECTED} needs one plain rotary embedding per model, "
             f"found {sorted(kinds) or 'none'}; as-cached works without"
         )
-    for name, owner in _owners(model, layers):
+    for name, owner in owners_of(model, layers):
         _check_rotated_keys(name, owner, latent_dims)
     table, is_neox = _table(modules[0], max_positions)
     for module in modules[1:]:
@@ -234,7 +241,7 @@ def _table(module: Any, max_positions: int) -> tuple[torch.Tensor, bool]:
 def _rotary_modules(model: torch.nn.Module, layers: Collection[int] | None) -> list[Any]:
     """The rotary modules of a model, without those that attention modules never use. Vision layers are skipped,
     because they cache no keys."""
-    owners = [owner for _, owner in _owners(model, layers)]
+    owners = [owner for _, owner in owners_of(model, layers)]
     children = [child for owner in owners if _rotates(owner) for child in owner.children()]
     return list(filter(_is_rotary, dict.fromkeys(children if owners else model.modules())))
 
@@ -244,23 +251,6 @@ def _is_rotary(module: torch.nn.Module) -> bool:
     dual chunk)."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     return isinstance(module, compat.RotaryEmbedding) or type(module).__module__.startswith(package)
-
-
-def _owners(
-    model: torch.nn.Module, layers: Collection[int] | None
-) -> list[tuple[str, torch.nn.Module]]:
-    """Name and module, for each module that has one of SGLang's attention layers as a child. ``layers``: ids of
-    the layers with KV; None for all. State layers may have such a child, too (lightning attention)."""
-    return [each for each in model.named_modules() if _attention_of(each[1], layers)]
-
-
-def _attention_of(owner: torch.nn.Module, layers: Collection[int] | None) -> list[Any]:
-    """SGLang's attention layers among the children of ``owner``, as far as their ids are among ``layers``."""
-    return [
-        child
-        for child in owner.children()
-        if isinstance(child, compat.RadixAttention) and (layers is None or child.layer_id in layers)
-    ]
 
 
 def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | None) -> None:

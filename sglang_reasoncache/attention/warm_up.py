@@ -10,6 +10,7 @@ from sglang_reasoncache.compat.types import AttentionLayer
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.page_logits import page_logits
+from sglang_reasoncache.kernels.paged import rotate_rows
 from sglang_reasoncache.kernels.row_plan import RowPlan
 
 
@@ -55,9 +56,7 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
             page_logits(query, bounds[:-1], zero[None], 1.0, backend=paged.backend)
         if paged.latent and kv.rotation is not None and plan.shift is not None:
             fetched = torch.zeros((1, 1, kv.keys.shape[2]), dtype=paged.dtype, device=paged.device)
-            from sglang_reasoncache.kernels.turn_triton import turn
-
-            turn(fetched, plan.shift[:1], kv.rotation)
+            rotate_rows(kv, fetched, plan.shift[:1])
         for first in (0, 1):
             shift = None if plan.shift is None else plan.shift[first:]
             gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)

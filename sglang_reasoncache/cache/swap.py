@@ -40,7 +40,6 @@ class Swapped:
     """The KV of a retracted request on the host. SGLang's request carries it.
 
     Attributes:
-        request: The request, unless SGLang dropped it.
         length: Number of positions.
         runs: SGLang's copies of their KV, and of draft models' KV.
         cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory. None if keys
@@ -56,7 +55,6 @@ class Swapped:
 
     def __init__(
         self,
-        req: Request,
         length: int,
         runs: Sequence[CopiedRun],
         cached_at: torch.Tensor | None,
@@ -65,7 +63,6 @@ class Swapped:
         window: Any = None,
         in_window: int = 0,
     ) -> None:
-        self.request = weakref.ref(req)
         self.length = length
         self.runs = runs
         self.cached_at = cached_at
@@ -156,13 +153,6 @@ class HostSwap:
         if torch.cuda.is_initialized():
             torch.accelerator.memory.empty_host_cache()
 
-    def dropped(self, handle: Any) -> None:
-        """SGLang aborted the request with this handle. Somebody may keep the request, such as a session."""
-        for copy in self._there:
-            req = copy.request()
-            if req is not None and req.cache_request_handle is handle:
-                copy.drop()
-
     def out(
         self,
         tree: SharedRadixCache,
@@ -224,7 +214,6 @@ class HostSwap:
         # The copies waited for the device, so all positions are recorded.
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
         swapped = Swapped(
-            req,
             length,
             runs,
             cached_at,

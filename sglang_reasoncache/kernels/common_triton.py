@@ -177,3 +177,23 @@ def load_factors(cosines, sines, shift, rotated, first, angle, mask, HALF: tl.co
     cosine = tl.load(cosines + at, mask=mask & rotated, other=1.0)
     sine = tl.load(sines + at, mask=mask & rotated, other=0.0)
     return cosine, tl.where((shift < 0) ^ first, -sine, sine)
+
+
+@triton.jit
+def rotate_tile(
+    k, at, column, mask, by, ok, cosines, sines,
+    ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """Keys ``k``, fp32, a row of the tile each, rotated by ``by`` positions where ``ok``. ``at``: pointers to
+    the rows, whose elements are loaded where ``mask`` is on."""
+    shifted = ok & (by != 0)
+    if tl.max(shifted.to(tl.int32), axis=0) > 0:
+        turned = shifted[:, None]
+        rotated, other, first, angle = pairing(column, HALF, NEOX)
+        cosine, sine = load_factors(
+            cosines, sines, by[:, None], rotated, first, angle, turned, HALF
+        )
+        there = load_fp32(at + other, mask, ELEMENT)
+        # Other elements keep their values: this sum would multiply by the sine 0, and inf * 0 is NaN.
+        k = tl.where(turned & rotated, k * cosine + there * sine, k)
+    return k

@@ -53,16 +53,7 @@ def gather_kernel(
     mask = ok[:, None] & (column < K_DIM)
     k = common.load_fp32(at + column, mask, ELEMENT)
     if HALF > 0:
-        shifted = ok & (by != 0)
-        if tl.max(shifted.to(tl.int32), axis=0) > 0:
-            turned = shifted[:, None]
-            rotated, other, first, angle = common.pairing(column, HALF, NEOX)
-            cosine, sine = common.load_factors(
-                cosines, sines, by[:, None], rotated, first, angle, turned, HALF
-            )
-            there = common.load_fp32(at + other, mask, ELEMENT)
-            # Other elements keep their values: this sum would multiply by the sine 0, and inf * 0 is NaN.
-            k = tl.where(turned & rotated, k * cosine + there * sine, k)
+        k = common.rotate_tile(k, at, column, mask, by, ok, cosines, sines, ELEMENT, HALF, NEOX)
     row = (head * count + entry)[:, None]
     mask = inside[:, None] & (column < K_DIM)
     tl.store(out_k + row * K_DIM + column, k.to(out_k.dtype.element_ty), mask=mask)

@@ -79,6 +79,16 @@ def read_keys(
     return rows if shift is None or rotation is None else turned(rows, shift, rotation)
 
 
+def rotate_rows(kv: PagedKv, keys: Tensor, shift: Tensor) -> Tensor:
+    """``keys`` ``[n, 1, dims]``, copied from a pool with a rotation, rotated by ``shift``, int32 ``[n]``."""
+    assert kv.rotation is not None, "a pool whose keys can be rotated"
+    if kv.backend == "triton":
+        from sglang_reasoncache.kernels.turn_triton import turn
+
+        return turn(keys, shift, kv.rotation)
+    return turned(keys.float(), shift, kv.rotation).to(keys.dtype)
+
+
 def turned(rows: Tensor, shift: Tensor, rotation: KeyRotation) -> Tensor:
     """Keys ``rows``, fp32 ``[..., heads, dims]``, rotated by ``shift`` ``[...]``."""
     # A key with shift 0 keeps its value: rotation would multiply by the sine 0, and inf * 0 is NaN.

@@ -25,6 +25,7 @@ def turn_kernel(
     out_k,  # [count, DIM]
     count,
     slot_stride,
+    ELEMENT: tl.constexpr,
     HALF: tl.constexpr,
     NEOX: tl.constexpr,
     DIM: tl.constexpr,
@@ -37,20 +38,12 @@ def turn_kernel(
     by = tl.load(shift + entry, mask=inside, other=0)
     column = tl.arange(0, COLS)[None, :]
     at = keys + (entry * slot_stride)[:, None]
-    known = (inside & (by > -table_rows) & (by < table_rows))[:, None] & (column < DIM)
-    k = tl.load(at + column, mask=known, other=0.0)
-    if tl.max((by != 0).to(tl.int32), axis=0) > 0:
-        turned = (by != 0)[:, None] & known
-        rotated, other, first, angle = common.pairing(column, HALF, NEOX)
-        cosine, sine = common.load_factors(
-            cosines, sines, by[:, None], rotated, first, angle, turned, HALF
-        )
-        there = tl.load(at + other, mask=known, other=0.0).to(tl.float32)
-        # Other elements keep their values: this sum would multiply by the sine 0, and inf * 0 is NaN.
-        sums = (k.to(tl.float32) * cosine + there * sine).to(k.dtype)
-        k = tl.where(turned & rotated, sums, k)
+    known = inside & (by > -table_rows) & (by < table_rows)
+    mask = known[:, None] & (column < DIM)
+    k = common.load_fp32(at + column, mask, ELEMENT)
+    k = common.rotate_tile(k, at, column, mask, by, known, cosines, sines, ELEMENT, HALF, NEOX)
     mask = inside[:, None] & (column < DIM)
-    tl.store(out_k + (entry * DIM)[:, None] + column, k, mask=mask)
+    tl.store(out_k + (entry * DIM)[:, None] + column, k.to(out_k.dtype.element_ty), mask=mask)
 
 
 def turn(keys: Tensor, shift: Tensor, rotation: KeyRotation) -> Tensor:
@@ -72,6 +65,7 @@ def turn(keys: Tensor, shift: Tensor, rotation: KeyRotation) -> Tensor:
             out_k=out,
             count=count,
             slot_stride=keys.stride(0),
+            ELEMENT=common.ELEMENT[keys.dtype],
             **common.rotary_constants(rotation),
             DIM=dims,
             COLS=columns,

@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_reasoncache.cache.composition import marked
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED, RECORD
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
@@ -111,15 +112,16 @@ class Records:
         if record is None and getattr(req, CONTINUED, None) is not None:
             # No poll has seen it yet, and it has sampled behind approximate KV.
             record = self.born(req)
+        self._retracted.add(req)
         if record is not None:
             record.sampled = _sampled(req, record)
             self._lose_row(req, record, row)
-            self._retracted.add(req)
             if record.followed is not None:
                 record.followed.join(False)
 
     def ended(self, req: Request, row: HostRow) -> None:
         """The request finished or was aborted, and SGLang freed ``row``. The filter forgets the request."""
+        self._retracted.discard(req)
         record = record_of(req)
         if record is not None:
             self._lose_row(req, record, row)
@@ -127,10 +129,13 @@ class Records:
                 record.followed.close()
 
     def dropped(self, handle: Any) -> None:
-        """SGLang aborted the request with this handle. If it waited to be prefilled again, the filter forgets
-        it: it does not end, and somebody may keep it, such as a session."""
+        """SGLang aborted the request with this handle. If it waited to be prefilled again, its KV on the host
+        is freed and the filter forgets it: it does not end, and somebody may keep it, such as a session."""
         for req in [each for each in self._retracted if each.cache_request_handle is handle]:
             self._retracted.discard(req)
+            swapped = swapped_of(req)
+            if swapped is not None:
+                swapped.drop()
             record = record_of(req)
             if record is not None and record.followed is not None:
                 record.followed.close()

@@ -193,7 +193,7 @@ def _gather() -> _Kernel:
 
 
 def _turn() -> _Kernel:
-    constants: dict[str, Any] = dict(HALF=32, NEOX=False, DIM=64, COLS=64, ROWS=64)
+    constants: dict[str, Any] = dict(ELEMENT="bf16", HALF=32, NEOX=False, DIM=64, COLS=64, ROWS=64)
     return turn_triton.turn_kernel, lambda: constants, {}
 
 

@@ -57,9 +57,6 @@ class SwapsOut(Publishes):
         if there is one, it frees before or after this."""
         super().finish(handle, outcome)
         if outcome != compat.CacheRequestOutcome.SUCCESS:
-            swap = self.token_to_kv_pool_allocator.swap
-            if swap is not None:
-                swap.dropped(handle)
             self.owner.dropped(handle)
 
     def _swaps(self, req: Request) -> bool:
