@@ -24,7 +24,7 @@ class Method:
     Attributes:
         name: The specification as given; folders of results have this name.
         values: Plugin settings; {} for stock SGLang.
-        stock: Settings of stock SGLang: ``clip`` and the names of ``_FLAGS``.
+        stock: Settings of SGLang itself: ``clip`` and the names of ``_FLAGS``.
         more: Further arguments for the server's command line.
     """
 
@@ -70,7 +70,7 @@ TUNED = "tuned"
 #: The option ``clip`` of ``dense``: this variable limits for how many tokens of a request's future output
 #: SGLang reserves slots.
 _CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
-#: The other options of ``dense``.
+#: The other options of ``dense``, which methods that share take, too.
 _FLAGS = {"conservativeness": "--schedule-conservativeness", "kv": "--kv-cache-dtype"}
 #: What ``tuned`` tries: operators set these two when memory is short.
 CANDIDATES = tuple(
@@ -95,19 +95,22 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
     try:
         if name in (DENSE, TUNED):
             return Method(spec, stock=_stock_settings(name, rest))
-        settings = parse_settings(rest) if colon else {}
+        parts = rest.split(",") if colon else []
+        stock = [part for part in parts if part.partition("=")[0] in _FLAGS]
+        own = ",".join(part for part in parts if part not in stock)
+        settings = parse_settings(own) if own or not stock and colon else {}
         if "preset" in settings:
             raise ValueError("the name is the preset")
         values = {"preset": name, **(defaults or {}), **settings}
         ReasonCacheConfig.from_mapping(values)
+        return Method(spec, values, _stock_settings(name, ",".join(stock)))
     except ValueError as error:
         raise MethodError(f"--methods: {spec!r}: {error}") from error
-    return Method(spec, values)
 
 
 def _stock_settings(name: str, text: str) -> dict[str, str]:
     """The settings in ``key=value:key=value``. Raises ValueError if one is unknown, bad or given twice."""
-    keys = ("kv",) if name == TUNED else ("clip", *_FLAGS)
+    keys = {DENSE: ("clip", *_FLAGS), TUNED: ("kv",)}.get(name, tuple(_FLAGS))
     settings: dict[str, str] = {}
     for part in filter(None, re.split("[:,]", text)):
         key, _, value = part.partition("=")

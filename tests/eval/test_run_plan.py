@@ -251,6 +251,21 @@ def test_stock_settings_become_flags_and_variables() -> None:
     assert flags[flags.index("--max-total-tokens") + 1] == "8000"
 
 
+def test_sharing_takes_the_flags_of_stock() -> None:
+    spec = "newest:kv=fp8_e4m3,block=4,conservativeness=0.3"
+    method = find_method(spec, {"min_age": 32})
+    assert method.values == {"preset": "newest", "min_age": 32, "block": 4}
+    assert method.flags[-4:] == [
+        *("--schedule-conservativeness", "0.3"),
+        *("--kv-cache-dtype", "fp8_e4m3"),
+    ]
+    assert method.slot_bytes == 0.5 and not method.env
+    assert find_method("newest:kv=fp8_e4m3").values == {"preset": "newest"}
+    for bad in ("newest:clip=64", "newest:kv=", "newest:kv=a,kv=b", "newest:"):
+        with pytest.raises(MethodError):
+            find_method(bad)
+
+
 def test_tuned_is_the_best_of_what_was_swept(tmp_path: Path) -> None:
     """Its settings are found once, with the first seed and all tasks, and kept with the run."""
     options = RunOptions(tasks=("a", "b"), seeds=(3, 4), methods=("dense", "tuned"))
