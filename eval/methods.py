@@ -98,7 +98,7 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
         parts = rest.split(",") if colon else []
         stock = [part for part in parts if part.partition("=")[0] in _FLAGS]
         own = ",".join(part for part in parts if part not in stock)
-        settings = parse_settings(own) if own or not stock and colon else {}
+        settings = parse_settings(own) if own or (not stock and colon) else {}
         if "preset" in settings:
             raise ValueError("the name is the preset")
         values = {"preset": name, **(defaults or {}), **settings}
