@@ -71,7 +71,11 @@ TUNED = "tuned"
 #: SGLang reserves slots.
 _CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 #: The other options of ``dense``, which methods that share take, too.
-_FLAGS = {"conservativeness": "--schedule-conservativeness", "kv": "--kv-cache-dtype"}
+_FLAGS = {
+    "conservativeness": "--schedule-conservativeness",
+    "kv": "--kv-cache-dtype",
+    "reserved": "--num-reserved-decode-tokens",
+}
 #: What ``tuned`` tries: operators set these two when memory is short.
 CANDIDATES = tuple(
     f"{DENSE}:clip={clip}:conservativeness={conservativeness}"
@@ -116,8 +120,8 @@ def _stock_settings(name: str, text: str) -> dict[str, str]:
         key, _, value = part.partition("=")
         if key not in keys or key in settings:
             raise ValueError(f"{name} takes each of {', '.join(keys)} at most once, got {part!r}")
-        if key == "clip" and not (value.isdecimal() and int(value) > 0):
-            raise ValueError(f"clip must be an integer of at least 1, got {value!r}")
+        if key in ("clip", "reserved") and not (value.isdecimal() and int(value) > 0):
+            raise ValueError(f"{key} must be an integer of at least 1, got {value!r}")
         if key == "conservativeness" and not 0 < float(value) < math.inf:
             raise ValueError(f"conservativeness must be above 0, got {value!r}")
         if not value:

@@ -105,6 +105,12 @@ class RunOptions:
         metavar="S",
     )
     keep_servers: int = option(1, "most servers up at a time", least=1, metavar="N")
+    prefill_flags: tuple[str, ...] | None = option(
+        None,
+        "flags of a prefill server; the servers then decode only, behind SGLang's router",
+        read=flags_of,
+        metavar="FLAGS",
+    )
 
     def __post_init__(self) -> None:
         for name in ("tasks", "methods", "seeds", "server_flags"):

@@ -5,25 +5,43 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 import psutil
 
+from eval.router import Router
 from eval.runs.folder import RunError
+from eval.runs.pairs import DECODES, Prefills
 from eval.serving import ServerError, ServerProcess
 
 _IDLE_TIMEOUT_S = 120.0
+#: The timeout is long, because a large model's weights may have to be downloaded first.
+_START_TIMEOUT_S = 7200.0
 _COUNTS = ("requests_finished", "polls", "blocks_shared")
 
 
 class Server:
-    """A running server on which a cell is measured."""
+    """A running server on which a cell is measured.
 
-    def __init__(self, process: ServerProcess) -> None:
+    Args:
+        router: What gets its requests, if it is the decode server of a pair.
+        prefills: The prefill server of the pair.
+
+    Attributes:
+        url: Where requests are sent.
+    """
+
+    def __init__(
+        self,
+        process: ServerProcess,
+        router: Router | None = None,
+        prefills: ServerProcess | None = None,
+    ) -> None:
         self.process = process
-        self.url = process.url
+        self.url = (router or process).url
         self.command = process.command
+        self._flushes = [server for server in (process, prefills) if server is not None]
 
     def reports(self) -> list[dict[str, Any]]:
         """Each scheduler's part of ``GET /reasoncache/details``; [] for a stock server."""
@@ -66,8 +84,11 @@ class Server:
         return not self._sum("num_running_reqs") and not self._sum("num_waiting_reqs")
 
     def _flushed(self) -> bool:
-        self.process.check_alive()
-        return self.process.post("/flush_cache", params={"timeout": 10}).status_code == 200
+        flushed = True
+        for server in self._flushes:
+            server.check_alive()
+            flushed &= server.post("/flush_cache", params={"timeout": 10}).status_code == 200
+        return flushed
 
     def _sum(self, name: str) -> int:
         loads = self._json("/v1/loads", params={"include": "all"})["loads"]
@@ -83,16 +104,42 @@ class Server:
             raise ServerError(f"{self.url}{path} says {error!r}") from error
 
 
+class _Up(NamedTuple):
+    """A server that runs, and the router in front of it, if it decodes only."""
+
+    process: ServerProcess
+    router: Router | None
+
+    def close(self) -> None:
+        if self.router is not None:
+            self.router.close()
+        self.process.close()
+
+
 class Servers:
     """Starts servers, and keeps up to ``keep`` of them running to be used again: the least recently used server
-    is closed to make room for a new server. A context manager. Logs go into the run's folder."""
+    is closed to make room for a new server. A context manager. Logs go into the run's folder.
 
-    def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
+    Args:
+        prefill_flags: Flags of a prefill server of stock SGLang. If not None, all servers are decode servers,
+            and SGLang's router is in front of each.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        model_path: str | Path,
+        device: str,
+        keep: int = 1,
+        prefill_flags: Sequence[str] | None = None,
+    ) -> None:
         self._logs = run / "servers"
         self._keep = keep
         self._model_path = model_path
-        self._device = device
-        self._up: OrderedDict[tuple[object, ...], ServerProcess] = OrderedDict()
+        self._device: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+        self._up: OrderedDict[tuple[object, ...], _Up] = OrderedDict()
+        self._prefill_flags = prefill_flags
+        self._prefills: Prefills | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -104,29 +151,48 @@ class Servers:
         """Returns the running server with these flags and variables, or a new server whose log is named after
         ``name``. Raises ServerError if a new server does not start."""
         key = (*flags, *sorted((env or {}).items()))
-        process = self._up.pop(key, None)
-        if process is not None and not process.alive:
-            process.close()
-            process = None
-        if process is None:
+        up = self._up.pop(key, None)
+        if up is not None and not up.process.alive:
+            up.close()
+            up = None
+        prefills = self._prefill()
+        if up is None:
             while len(self._up) >= self._keep:
                 self._up.popitem(last=False)[1].close()
-            number = len(list(self._logs.glob("*.log")))
+            number = len(list(self._logs.glob("[0-9]*.log")))
             process = ServerProcess(
                 self._model_path,
-                flags=flags,
+                flags=flags if prefills is None else (*DECODES, *flags),
                 env=env,
                 log_path=self._logs / f"{number:03d}-{name}.log",
-                device="cuda" if self._device == "cuda" else "cpu",
-                # The timeout is long, because a large model's weights may have to be downloaded first.
-                start_timeout_s=7200.0,
+                device=self._device,
+                start_timeout_s=_START_TIMEOUT_S,
             ).start()
-        self._up[key] = process
-        return Server(process)
+            try:
+                up = _Up(process, None if prefills is None else prefills.route(process))
+            except BaseException:
+                process.close()
+                raise
+        self._up[key] = up
+        return Server(*up, None if prefills is None else prefills.process)
+
+    def _prefill(self) -> Prefills | None:
+        """The prefill server, started if need be. None if all servers prefill themselves."""
+        if self._prefill_flags is None:
+            return None
+        if self._prefills is not None and not self._prefills.process.alive:
+            self.close()
+        if self._prefills is None:
+            where = (self._logs, self._model_path, self._device)
+            self._prefills = Prefills(*where, self._prefill_flags, _START_TIMEOUT_S).start()
+        return self._prefills
 
     def close(self) -> None:
         while self._up:
             self._up.popitem()[1].close()
+        if self._prefills is not None:
+            self._prefills.process.close()
+            self._prefills = None
 
 
 def _wait(ready: Callable[[], bool], problem: str) -> None:

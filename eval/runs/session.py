@@ -52,7 +52,8 @@ def run(
         methods = [
             tuned(method, options, folder, run) if method.is_tuned else method for method in methods
         ]
-        with Servers(folder, model, options.device, options.keep_servers) as servers:
+        how = (options.device, options.keep_servers, options.prefill_flags)
+        with Servers(folder, model, *how) as servers:
             whole = Session(folder, plan, methods, servers, opens).work()
     say(f"{folder}: python -m eval.report {folder}")
     return whole

@@ -2,13 +2,8 @@
 """Tests the decode server of a PD pair, whose prompts stock SGLang prefills in another server. The KV of
 prompts goes from one to the other in files (``handing_over``). The two servers run at the same time."""
 
-import contextlib
 import functools
 import itertools
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +12,8 @@ import httpx
 import pytest
 import torch
 
-from eval.serving import ServerProcess, free_port
+from eval.router import Router
+from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.handing_over.handing_over_reasoncache import FAILING, FOLDER
 from tests.server.harness import ServerPool, assert_whole, generate
@@ -157,34 +153,10 @@ def test_decode_servers_of_other_models_share(
     assert_whole(pair.decode)
 
 
-@contextlib.contextmanager
-def routing(pair: Pair, log: Path) -> Iterator[httpx.Client]:
-    """SGLang's router in front of a pair, and a client of it."""
-    port = free_port()
-    where = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
-    servers = (
-        "--prefill",
-        pair.prefill.url,
-        str(specs.BOOTSTRAP_PORT),
-        "--decode",
-        pair.decode.url,
-    )
-    command = (sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation")
-    with log.open("w") as file:
-        router = subprocess.Popen((*command, *where, *servers), stdout=file, stderr=file)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        with httpx.Client(base_url=url, timeout=600, trust_env=False) as client:
-            for _ in range(120):
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get("/health_generate").status_code == 200:
-                        break
-                assert router.poll() is None, log.read_text()
-                time.sleep(0.5)
-            yield client
-    finally:
-        router.terminate()
-        router.wait(30)
+def routing(pair: Pair, log: Path) -> Router:
+    """SGLang's router in front of a pair."""
+    prefill = ("--prefill", pair.prefill.url, str(specs.BOOTSTRAP_PORT))
+    return Router(("--pd-disaggregation", *prefill, "--decode", pair.decode.url), log)
 
 
 @pytest.mark.parametrize("spec", [specs.MOONCAKE_DECODES, specs.MOONCAKE_DECODES_CACHED])
@@ -201,11 +173,15 @@ def test_a_router_and_transfers_of_mooncake_meet_shared_slots(
     blocks = 0
     apart = []
     sampling = {"temperature": 0, "max_new_tokens": 700}
-    with routing(pair, folder / "router.log") as router, ThreadPoolExecutor(12) as pool:
+    with (
+        routing(pair, folder / "router.log") as router,
+        httpx.Client(base_url=router.url, timeout=600, trust_env=False) as client,
+        ThreadPoolExecutor(12) as pool,
+    ):
 
         def ask_router(text: str) -> Any:
             body = {"text": text, "sampling_params": sampling, "return_logprob": True}
-            answer = router.post("/generate", json={**body, "logprob_start_len": 0})
+            answer = client.post("/generate", json={**body, "logprob_start_len": 0})
             assert answer.status_code == 200, answer.text
             return answer.json()
 

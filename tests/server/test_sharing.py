@@ -11,8 +11,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eval.serving import MODEL_NAME, ServerProcess, free_port
+from eval.router import Router
+from eval.serving import MODEL_NAME, ServerProcess
 from sglang_reasoncache.custom_params import HEADER, ROUTED_HEADER
 from sglang_reasoncache.native import NativeUnavailable, library
 from sglang_reasoncache.plugin.report import GAUGES
@@ -275,32 +274,17 @@ def test_a_header_opts_out_in_every_api(server: ServerProcess) -> None:
 def test_a_router_hands_the_header_on(server: ServerProcess, tmp_path: Path) -> None:
     """SGLang's router drops headers that it does not know and, of chat and ``/generate``, ``custom_params``."""
     pytest.importorskip("sglang_router", exc_type=ImportError)
-    port = free_port()
-    where = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
-    command = (sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", server.url)
-    log = tmp_path / "router.log"
-    with log.open("w") as file:
-        router = subprocess.Popen((*command, *where), stdout=file, stderr=file)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-            deadline = time.monotonic() + 60
-            while True:
-                assert router.poll() is None and time.monotonic() < deadline, log.read_text()
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get("/readiness").status_code == 200:
-                        break
-                time.sleep(0.1)
-            for path in ("/v1/chat/completions", "/generate", "/v1/responses"):
-                before = _opted_out(server)
-                headers = {ROUTED_HEADER: "false"}
-                # Without ``stream`` the router sends null to the Responses API, which SGLang refuses.
-                asked = {**_short()[path], "stream": False}
-                answer = client.post(path, json=asked, headers=headers, timeout=60)
-                assert answer.status_code == 200, answer.text
-                assert _opted_out(server) == before + 1
-    finally:
-        router.terminate()
-        router.wait(30)
+    with (
+        Router(("--worker-urls", server.url), tmp_path / "router.log") as router,
+        httpx.Client(base_url=router.url, timeout=60, trust_env=False) as client,
+    ):
+        for path in ("/v1/chat/completions", "/generate", "/v1/responses"):
+            before = _opted_out(server)
+            # Without ``stream`` the router sends null to the Responses API, which SGLang refuses.
+            asked = {**_short()[path], "stream": False}
+            answer = client.post(path, json=asked, headers={ROUTED_HEADER: "false"})
+            assert answer.status_code == 200, answer.text
+            assert _opted_out(server) == before + 1
 
 
 THINK = "<think>"
