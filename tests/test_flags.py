@@ -221,10 +221,12 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="keydiff.* without --speculative-algorithm"):
         refusals.check_where_policies_act(evicts, _server_args(**eagle))
     # SGLang may settle for another algorithm than the operator named.
-    refusals.check_speculation(_server_args(**eagle), "EAGLE", 1, has_windows=False)
-    for settled, windows in (("FROZEN_KV_MTP", False), ("EAGLE", True)):
+    drafts = _server_args(**eagle, speculative_num_draft_tokens=8)
+    for window in (0, 9):
+        refusals.check_speculation(drafts, "EAGLE", 1, window=window)
+    for settled, window in (("FROZEN_KV_MTP", 0), ("EAGLE", 8)):
         with pytest.raises(ValueError, match="--enable-reasoncache cannot be combined"):
-            refusals.check_speculation(_server_args(**eagle), settled, 1, has_windows=windows)
+            refusals.check_speculation(drafts, settled, 1, window=window)
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     with pytest.raises(ValueError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
         refusals.check(_server_args(**eagle))

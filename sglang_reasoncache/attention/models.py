@@ -65,17 +65,6 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
         )
 
 
-def check_windows(pool: Any, args: ServerArgs) -> None:
-    """Raises CannotShare for speculation beside windows in a pool of their own: a draft model may read further
-    back than SGLang keeps them. Speculation is refused beside windows in the pool of the other layers, too
-    (``plugin/refusals.py``)."""
-    if type(pool) is compat.SWAKVPool and compat.speculation(args) is not None:
-        raise CannotShare(
-            f"{_FLAG} does not support --speculative-algorithm beside layers with sliding windows in a pool of "
-            "their own, whose slots SGLang frees as the window moves on"
-        )
-
-
 def check_kind(context: TreeCacheBuildContext) -> None:
     """Raises CannotShare for a model with DeepSeek sparse attention (DSA)."""
     if context.is_dsa:
@@ -92,10 +81,10 @@ def window_age(context: TreeCacheBuildContext) -> int:
     if not context.is_hybrid_swa:
         return 0
     interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
-    # Two more tokens, for the step in flight and for the next step, and whole pages at both ends. No draft
-    # model, which might read further back, runs beside such a pool (:func:`check_windows`).
+    # The tokens of two more steps, of the one in flight and the next, and whole pages at both ends.
+    steps = 2 * max(compat.drafted_tokens(context.tp_worker.model_runner), 1)
     pages = 2 * (context.params.page_size - 1)
-    return context.params.sliding_window_size + interval + 2 + pages
+    return context.params.sliding_window_size + interval + steps + pages
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:
@@ -213,6 +202,11 @@ def fallback_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     lie in a dict, where no module of the model knows them. Empty for other models."""
     held: Mapping[int, AttentionLayer] = getattr(model, FALLBACK, {})
     return list(held.values())
+
+
+def windows_of(model_runner: ModelRunner) -> set[int]:
+    """The sizes of the model's sliding windows, in positions."""
+    return {reach_of(layer) for layer in attention_layers(model_runner)} - {0}
 
 
 def reach_of(layer: AttentionLayer) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import absorbed, expanded, verification
 from sglang_reasoncache.attention.batch_mark import mark_of
-from sglang_reasoncache.attention.models import attention_layers, is_absorbed, reach_of
+from sglang_reasoncache.attention.models import attention_layers, is_absorbed, reach_of, windows_of
 from sglang_reasoncache.attention.rotations import key_rotations
 from sglang_reasoncache.attention.slots import slots_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -108,8 +108,9 @@ class PagedAttention:
         self._num_slots = first.num_slots
         self.attention_layers = attention_layers(model_runner)
         # Size of a window, in positions -> how many of its positions a decode step reads.
-        reaches = {reach_of(layer) for layer in self.attention_layers} - {0}
-        self._reaches = {reach: reach - unread for reach in sorted(reaches)}
+        self._reaches = {reach: reach - unread for reach in sorted(windows_of(model_runner))}
+        # How many drafted tokens of a request are verified in a step. 0 without speculation.
+        self._drafts = compat.drafted_tokens(model_runner)
         # Whether prefills handle tokens singly, like decode: PyTorch's fused attention cannot soft-cap logits.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None if no policy reads queries
@@ -170,15 +171,15 @@ class PagedAttention:
         sees (0: all). ``device``: None for the pool's device."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
-        widths = {0: self.width, **self._reaches}
+        widths = {reach: self._seen(reach, self._drafts) for reach in self._reaches}
         return {
             reach: PlanBuffers.of(
                 batch,
                 batch * min(width, self.width),
                 self.device if device is None else device,
-                merge=self.merges and not self._has_window_pool(reach),
+                merge=self._merges_for(reach),
             )
-            for reach, width in widths.items()
+            for reach, width in {0: self.width, **widths}.items()
         }
 
     def graph_bytes(self, batch: int) -> int:
@@ -191,6 +192,19 @@ class PagedAttention:
         heads = max(layer.tp_q_head_num for layer in self.attention_layers)
         return planned + self.selection.graph_bytes(batch, heads)
 
+    def _seen(self, reach: int, drafted: int) -> int:
+        """How many of a row's last positions the plan of layers that see ``reach`` positions has (0: all), for
+        a step that verifies ``drafted`` tokens a request (0: a decode step)."""
+        if not drafted:
+            return self._reaches.get(reach, 0)
+        # SGLang's kernels verify like a prefill, which reads whole windows.
+        return verification.window_entries(reach, drafted)
+
+    def _merges_for(self, reach: int) -> bool:
+        """Whether plans of layers that see ``reach`` positions (0: all) are merged. Drafted tokens see windows
+        that begin at different entries, which a merged plan does not tell apart."""
+        return self.merges and not (reach and (self._of_window or self._drafts))
+
     def _has_window_pool(self, reach: int) -> bool:
         """Whether layers that see ``reach`` positions (0: all) have a window pool. Keys in this pool are
         read as cached, because its slots are never shared."""
@@ -202,10 +216,15 @@ class PagedAttention:
         return bool(self._of_window)
 
     def plan_into(
-        self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor, reach: int = 0
+        self,
+        buffers: PlanBuffers,
+        requests: Tensor,
+        lengths: Tensor,
+        reach: int = 0,
+        drafted: int = 0,
     ) -> RowPlan:
-        """Plan rows on a GPU for layers that see ``reach`` positions (0: all). The queued work can be captured
-        in a CUDA graph."""
+        """Plan rows on a GPU for layers that see ``reach`` positions (0: all). ``drafted``: how many drafted
+        tokens at the end of each row are verified. The queued work can be captured in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
         has_window_pool = self._has_window_pool(reach)
@@ -216,7 +235,7 @@ class PagedAttention:
             lengths,
             None if has_window_pool else self._cached_at,
             num_slots=self._num_slots,
-            reach=self._reaches.get(reach, 0),
+            reach=self._seen(reach, drafted),
         )
         return self._in_window_pool(plan) if has_window_pool else self.readable(plan)
 
@@ -224,9 +243,10 @@ class PagedAttention:
         """Queue the planning as a part of a decode graph. Call :meth:`begin_graph` before."""
         # Use the returned plans. For a window pool these are new tensors, which ``buffers`` does not hold.
         lengths = verification.row_ends(batch)
+        drafted = verification.drafted(batch)
         self._use(
             {
-                reach: self.plan_into(memory, batch.req_pool_indices, lengths, reach)
+                reach: self.plan_into(memory, batch.req_pool_indices, lengths, reach, drafted)
                 for reach, memory in buffers.items()
             }
         )
@@ -253,8 +273,8 @@ class PagedAttention:
             else upload(lengths.numpy(), self.device)
         )
         has_window_pool = self._has_window_pool(reach)
-        seen = self._reaches.get(reach, 0)
-        merge = merge and not has_window_pool
+        seen = self._seen(reach, drafted)
+        merge = merge and self._merges_for(reach)
         if self.backend == "triton":
             if lengths is None and batch.seq_lens_cpu is not None:
                 lengths = batch.seq_lens_cpu + drafted
@@ -262,7 +282,7 @@ class PagedAttention:
                 lengths = lengths.clamp(max=seen)
             entries = _most_entries(batch, drafted) if lengths is None else int(lengths.sum())
             buffers = self.buffers(len(batch.seq_lens), entries, merge=merge)
-            return self.plan_into(buffers, batch.req_pool_indices, ends, reach)
+            return self.plan_into(buffers, batch.req_pool_indices, ends, reach, drafted)
         plan = plan_rows(
             self._rows.req_to_token,
             batch.req_pool_indices,
@@ -273,7 +293,7 @@ class PagedAttention:
             merge=merge and not drafted,
         )
         if drafted:
-            return verification.one_by_one(plan, verification.sees_of(batch, drafted))
+            plan = verification.one_by_one(plan, verification.sees_of(batch, drafted), reach)
         return self._in_window_pool(plan) if has_window_pool else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
@@ -461,10 +481,12 @@ class PagedAttention:
         the verification of drafted tokens these have a row for each token, and may have more rows."""
         if self.rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
-        rows = self.windows.get(reach_of(layer), self.rows)
+        reach = reach_of(layer)
+        rows = self.windows.get(reach, self.rows)
         if self.selection is not None:
             rows = self._selected(q, layer, rows)
-        run = functools.partial(decode_attention, sees=self._sees)
+        several = {} if self._sees is None else {"sees": self._sees, "reach": reach}
+        run = functools.partial(decode_attention, **several)
         planned = len(rows.kv_indptr) - 1
         if self._sees is not None:
             planned *= self._sees.shape[1]

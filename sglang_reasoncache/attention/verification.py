@@ -50,16 +50,26 @@ def sees_of(batch: ForwardBatch, count: int) -> Tensor:
     return (mask[at].bool().long() << index).sum(2)
 
 
-def one_by_one(plan: RowPlan, sees: Tensor) -> RowPlan:
+def window_entries(reach: int, count: int) -> int:
+    """How many of a row's last positions the plan of layers that see ``reach`` positions has for ``count``
+    drafted tokens (0: a decode step): all that the first of them sees, and those behind it."""
+    return reach + count - 1 if reach and count else reach
+
+
+def one_by_one(plan: RowPlan, sees: Tensor, reach: int = 0) -> RowPlan:
     """The plan of ``[batch * count]`` requests, one for each drafted token. ``plan``: the plan of their rows,
-    not merged, in host memory. ``sees``: see :func:`sees_of`."""
+    not merged, in host memory. ``sees``: see :func:`sees_of`. ``reach``: how many positions a token sees, its
+    own included; 0: all. ``plan`` then has :func:`window_entries`."""
     count = sees.shape[1]
     bounds = plan.kv_indptr.tolist()
     parts = []
     indptr = [0]
     for words, begin, end in zip(sees.tolist(), bounds, bounds[1:], strict=False):
-        before = torch.arange(begin, end - count)
+        # How much shorter a row is than what the plan could have of it.
+        short = max(window_entries(reach, count) - (end - begin), 0)
         for word in words:
+            passed = max(word.bit_count() - 1 - short, 0) if reach else 0
+            before = torch.arange(begin + passed, end - count)
             new = [end - count + i for i in range(count) if word >> i & 1]
             parts += [before, torch.tensor(new, dtype=torch.int64)]
             indptr.append(indptr[-1] + len(before) + len(new))

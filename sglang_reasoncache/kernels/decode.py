@@ -18,6 +18,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
     sees: torch.Tensor | None = None,
+    reach: int = 0,
 ) -> torch.Tensor:
     """Compute ``softmax(scale * q . k) v`` for each query over its entries: slots that the plan lists for it.
 
@@ -39,13 +40,18 @@ def decode_attention(
             int64 ``[batch, new]``. A request's last ``new`` entries are its *new* entries, one per query. A
             query sees all entries before these, and the i-th of these if its bit i is set. ``query`` then has
             ``batch * new`` rows. Backend "triton" only; without ``spans``.
+        reach: With ``sees``: how many positions a query sees, its own included; 0: all. A query's position is
+            that of the request's first new entry, plus the number of new entries that it sees, less one. A
+            request then has one entry for each of its last ``reach + new - 1`` positions, or for all that
+            there are; the plan must not be merged. Without ``sees`` the plan alone tells what a query sees.
 
     Returns:
         ``[batch, heads, v_dim]`` of the query's dtype (``[batch * new, ...]`` with ``sees``); zeros for a query
         without entries.
 
     Raises:
-        ValueError: wrong dtype, shape or device; shifted entries, but no rotation in ``kv``; with the backend
+        ValueError: wrong dtype, shape or device; shifted entries, but no rotation in ``kv``; ``reach`` without
+            ``sees``, or with a merged plan; with the backend
             "native" also a slot, span or shift out of range. The backend "triton" skips such entries.
     """
     kv.check(plan.shift, query.dtype)
@@ -60,6 +66,8 @@ def decode_attention(
                 f"{list(sees.shape)} for {kv.backend}"
             )
         batch *= sees.shape[1]
+    if reach and (sees is None or plan.rotations is not None):
+        raise ValueError("reach needs sees, and a plan that is not merged")
     heads, k_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
     fits = query.shape[:1] == (batch,) and k_dim == kv.query_dim and heads % kv.num_heads == 0
     if not fits or query.device != kv.keys.device:
@@ -111,5 +119,6 @@ def decode_attention(
             float(scale),
             float(logit_cap),
             None if sees is None else sees.contiguous(),
+            reach,
         )
     return out

@@ -36,7 +36,7 @@ CHUNK = 256
 NUM_STAGES = 5
 
 
-@triton.jit(do_not_specialize=["total", "num_slots", "table_rows", "rotations"])
+@triton.jit(do_not_specialize=["total", "num_slots", "table_rows", "rotations", "reach"])
 def chunk_kernel(
     query,  # [rows * NEW, heads, K_DIM]; if LATENT, [rows * NEW, heads, V_DIM + K_DIM]
     keys,  # [num_slots, kv_heads, K_DIM]
@@ -53,6 +53,7 @@ def chunk_kernel(
     bits,  # int64 [rotations], unused unless ROTATES
     rotations,
     sees,  # int64 [rows * NEW], unused if NEW is 1; bit i: the query sees the row's i-th new entry
+    reach,  # how many positions a query sees, unused unless WINDOW
     parts,  # fp32 [rows, kv_heads, GROUP, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, kv_heads, GROUP, SPLITS]: log-sum-exp of the chunks' logits, base 2
     total,
@@ -84,6 +85,7 @@ def chunk_kernel(
     ROTATES: tl.constexpr,
     ENTRIES: tl.constexpr,
     LATENT: tl.constexpr,  # MLA: the first V_DIM dims of a query are multiplied with ``values``
+    WINDOW: tl.constexpr,  # the queries of a row (NEW > 1) see ``reach`` positions each
 ):
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
 
@@ -92,7 +94,8 @@ def chunk_kernel(
     line has its own maximum, weight and sums. At the end, the lines of a query head are merged, as chunks are.
 
     With several queries a row (NEW), the heads of all its queries share the row's keys and values. Each query
-    sees all entries before the new ones, and those of the new ones that ``sees`` tells.
+    sees all entries before the new ones, and those of the new ones that ``sees`` tells; with WINDOW no others
+    than the last ``reach`` up to its own.
     """
     MEMBERS: tl.constexpr = HEADS // USES
     WIDE: tl.constexpr = HEADS == tiles.WIDE_LINES
@@ -118,6 +121,8 @@ def chunk_kernel(
         q_at += (token * q_row_stride + head * q_head_stride)[:, None]
         if NEW > 1:
             word = tl.load(sees + row * NEW + token)
+            if WINDOW:
+                lowest = tiles.first_seen(word, count, NEW, reach)
         if LATENT:
             latent_at = q_at + v_column[None, :]
             latent_mask = (v_column < V_DIM)[None, :]
@@ -142,6 +147,8 @@ def chunk_kernel(
             readable = ok[None, :]
             if NEW > 1:
                 readable &= tiles.visible(word, entry - (count - NEW))
+                if WINDOW:
+                    readable &= entry[None, :] >= lowest[:, None]
             # Keys are loaded as rows, like values, so that the same threads compute the addresses of K and V.
             k_at = keys + (slot * k_slot_stride)[:, None] + k_column[None, :]
             k_mask = ok[:, None] & (k_column < K_DIM)[None, :]
@@ -336,9 +343,10 @@ def constants(
     rotates: bool = False,
     latent: bool = False,
     new: int = 1,
+    window: bool = False,
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`. ``rotation``: None if no entry is shifted. ``new``:
-    number of queries of a row."""
+    number of queries of a row. ``window``: whether these see a window each."""
     group = query.shape[1] // keys.shape[1] * new
     element_size = keys.element_size()
     k_cols = tiles.columns(keys.shape[2])
@@ -370,6 +378,7 @@ def constants(
         ROTATES=rotates,
         ENTRIES=ENTRIES,
         LATENT=latent,
+        WINDOW=window,
     )
 
 
@@ -383,6 +392,7 @@ def decode(
     scale: float,
     logit_cap: float,
     sees: torch.Tensor | None = None,
+    reach: int = 0,
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing. The chunks' outputs
     take ``min(batch, QUERIES) * heads * v_dim * SPLITS`` fp32 numbers, but at most ``ELEMENTS * SPLITS``."""
@@ -405,6 +415,7 @@ def decode(
         rotates=rotates,
         latent=kv.latent,
         new=new,
+        window=reach > 0,
     )
     options = compiler_options(fixed)
     rows = min(batch, QUERIES, max(1, ELEMENTS // (heads * v_dim)))
@@ -444,6 +455,7 @@ def decode(
                 bits=rotations.bits,
                 rotations=count,
                 sees=begin if sees is None else sees[first:],
+                reach=reach,
                 parts=parts,
                 part_lse=part_lse,
                 total=len(plan.kv_indices),

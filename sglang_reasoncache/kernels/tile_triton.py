@@ -139,6 +139,21 @@ def visible(word, new):
 
 
 @triton.jit
+def first_seen(word, count, NEW: tl.constexpr, reach):
+    """The first entry that each query of a row sees, int64 ``[queries]``, if it sees ``reach`` positions, and
+    the row's ``count`` entries are those of ``verification.window_entries``. ``word``: see :func:`visible`."""
+    # How many new entries the query sees, itself included: the bits of its word.
+    seen = word - ((word >> 1) & 0x5555555555555555)
+    seen = (seen & 0x3333333333333333) + ((seen >> 2) & 0x3333333333333333)
+    seen = (seen + (seen >> 4)) & 0x0F0F0F0F0F0F0F0F
+    seen += seen >> 8
+    seen += seen >> 16
+    seen += seen >> 32
+    short = tl.maximum(reach + NEW - 1 - count, 0)
+    return tl.maximum((seen & 0x7F) - 1 - short, 0)
+
+
+@triton.jit
 def rotations(by, bits, which, last, bit, readable, table_rows):
     """Load the rotations ``which``: by how many positions each one rotates, and which entries use it, as bool
     ``[which, entries]``. No entry uses a rotation from index ``last`` on, or one beyond the rotary table.

@@ -173,16 +173,19 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
     return conflicts
 
 
-def check_speculation(
-    args: ServerArgs, algorithm: str, page_size: int, *, has_windows: bool
-) -> None:
+def check_speculation(args: ServerArgs, algorithm: str, page_size: int, *, window: int = 0) -> None:
     """Raises ValueError if what SGLang has settled for speculation, or the model, excludes this plugin. SGLang
     may choose another ``algorithm`` or ``page_size`` for a model than the operator did.
 
-    ``has_windows``: whether the model has sliding windows."""
-    conflicts = _in_speculation(compat.resolving_view(args), algorithm, page_size)
-    if has_windows:
-        conflicts.append("--speculative-algorithm for a model with sliding windows (untested)")
+    ``window``: number of positions of the model's smallest sliding window; 0 without one."""
+    settled = compat.resolving_view(args)
+    conflicts = _in_speculation(settled, algorithm, page_size)
+    drafted = settled.speculative_num_draft_tokens or 0
+    if 0 < window <= drafted:
+        conflicts.append(
+            f"--speculative-num-draft-tokens {drafted} for a model with a sliding window of {window} positions "
+            "(fewer are supported)"
+        )
     refuse("--enable-reasoncache", conflicts)
 
 

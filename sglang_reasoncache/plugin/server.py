@@ -68,7 +68,6 @@ class ServerParts:
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
         models.check_pool(pool)
-        models.check_windows(pool, compat.get_server_args())
         attention.check_pool_for_policies(config, pool)
         self.allocator = shared_allocator_of(stock)
         self.controller: Controller | None = None
@@ -129,9 +128,7 @@ class ServerParts:
                 context.server_args,
                 runner.spec_algorithm.name,
                 page,
-                has_windows=any(
-                    models.reach_of(layer) for layer in models.attention_layers(runner)
-                ),
+                window=min(models.windows_of(runner), default=0),
             )
         config, uncorrected = attention.resolve_positions(
             self._settings(runner), self._attention, runner
@@ -196,7 +193,10 @@ class ServerParts:
             return None
         drafts = {
             "a draft model's KV was not found": refusals.has_draft_model(args)
-            and not self._draft_pools
+            and not self._draft_pools,
+            "a draft model has windows in a pool of their own": any(
+                compat.window_layers(pool) for pool in self._draft_pools
+            ),
         }
         least = tree.least_window_pool
         small = {

@@ -5,6 +5,7 @@
 import pytest
 import torch
 
+from sglang_reasoncache.attention.verification import one_by_one, window_entries
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.row_plan import RowPlan
 from tests.kernels.attention_cases import TABLE, Case, assert_attention, assert_plans, make
@@ -194,7 +195,26 @@ def test_queries_of_drafted_tokens_over_latents(
         _test_drafted_tokens(case, new, tree, monkeypatch)
 
 
-def _test_drafted_tokens(case: Case, new: int, tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_device
+@pytest.mark.parametrize(
+    ("case", "new", "tree", "reach"),
+    [
+        (Case(lengths=(5, 70, 300), shared=0.1, repeated=0.4), 4, False, 40),
+        (Case(lengths=(38, 41, 64, 700), heads=6, kv_heads=2, shared=0.2), 7, True, 40),
+        (Case(lengths=(150, 20), heads=8, kv_heads=1, rotary_dim=0, shared=0.0), 4, False, 130),
+    ],
+    ids=str,
+)
+def test_queries_of_drafted_tokens_see_windows(
+    case: Case, new: int, tree: bool, reach: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows shorter than a window, as long as one, and longer: a query sees the last positions up to its own."""
+    _test_drafted_tokens(case, new, tree, monkeypatch, reach)
+
+
+def _test_drafted_tokens(
+    case: Case, new: int, tree: bool, monkeypatch: pytest.MonkeyPatch, reach: int = 0
+) -> None:
     """Each query of a request sees its prefix and the new entries that its word names: in a chain all up to its
     own, in a tree its ancestors. The reference is dense attention over the entries of each query by itself."""
     monkeypatch.setattr(decode_triton, "QUERIES", 2)
@@ -224,22 +244,31 @@ def _test_drafted_tokens(case: Case, new: int, tree: bool, monkeypatch: pytest.M
             sees[:, i] = 1 << i | (sees[:, (i - 1) // 2] if i else 0)
     shape = (len(used) * new, case.heads, case.query_dim)
     query = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(case.query_dtype)
-    plan = plan_of(rig, "triton")
-    merged = plan_of(rig, "triton", merge=True)
+    whole = plan_of(rig, "triton")
     indptr = [0]
     entries = []
     for b, words in enumerate(sees.tolist()):
-        begin, end = plan.kv_indptr[b : b + 2].tolist()
+        begin, end = whole.kv_indptr[b : b + 2].tolist()
         for word in words:
             seen = [end - new + i for i in range(new) if word >> i & 1]
-            entries += [*range(begin, end - new), *seen]
+            first = max(begin, end - new + len(seen) - reach) if reach else begin
+            entries += [*range(first, end - new), *seen]
             indptr.append(len(entries))
     at = torch.tensor(entries)
     alone = RowPlan(
         torch.tensor(indptr).int(),
-        plan.kv_indices[at],
-        None if plan.shift is None else plan.shift[at],
+        whole.kv_indices[at],
+        None if whole.shift is None else whole.shift[at],
     )
     expected = rig.expected(alone, query=query)
-    for each in (plan, merged):
-        assert_attention(decode(rig, "triton", each, query=query, sees=sees), expected)
+    if reach:
+        plans = [plan_of(rig, "triton", reach=window_entries(reach, new))]
+    else:
+        plans = [whole, plan_of(rig, "triton", merge=True)]
+    for plan in plans:
+        found = decode(rig, "triton", plan, query=query, sees=sees, reach=reach)
+        assert_attention(found, expected)
+    if reach:
+        # As on a CPU, where each token has a plan of its own.
+        one = one_by_one(plan_of(rig, "native", reach=window_entries(reach, new)), sees, reach)
+        assert one.kv_indices.tolist() == alone.kv_indices.tolist()

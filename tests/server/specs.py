@@ -463,10 +463,11 @@ _BY_NGRAMS = (
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6",
     "--speculative-ngram-max-bfs-breadth 4",
 )
-_BY_MODEL = (
-    f"--speculative-algorithm STANDALONE --speculative-draft-model-path {CHECKPOINT} "
-    "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+_CHAINS_BY_MODEL = (
+    "--speculative-algorithm STANDALONE --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4"
 )
+_BY_MODEL = f"{_CHAINS_BY_MODEL} --speculative-draft-model-path {CHECKPOINT}"
 #: SGLang copies a draft model's KV to the host with the served model's.
 DRAFTS_HOST_TIER = HOST_TIER.having(
     "drafts",
@@ -530,6 +531,17 @@ STATES_PAGES = STATES_MTP.having("page64", "--page-size 64 --disable-radix-cache
 STATES_PAGES_SHORT = STATES_MTP_SHORT.having(
     "page16", PAGE16, "--disable-radix-cache --max-total-tokens 800"
 ).for_long_runs()
+#: Models with sliding windows. Those of gpt-oss have a pool of their own, and so have those of its draft model.
+WINDOWS_NGRAMS = at_once("gemma3_text").having("ngrams", *_BY_NGRAMS, **_plugins("speculating"))
+_WITH_SINKS = _plugins("sinks", "speculating")
+POOL_NGRAMS = at_once("gpt_oss").having("ngrams", *_BY_NGRAMS, **_WITH_SINKS)
+POOL_DRAFTS = replace(
+    at_once("gpt_oss").having(
+        "drafts", _CHAINS_BY_MODEL, "--moe-runner-backend triton", **_WITH_SINKS
+    ),
+    draft="gpt_oss",
+)
+WINDOWS_SPECULATING = [spec.for_long_runs() for spec in (WINDOWS_NGRAMS, POOL_NGRAMS, POOL_DRAFTS)]
 OTHER_STATES = [
     at_once(model).having("ngrams", *_BY_NGRAMS, **_WITH_STATES).for_long_runs()
     for model in ("kimi_linear", "granitemoehybrid")

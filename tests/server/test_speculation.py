@@ -82,6 +82,7 @@ STATES = [specs.STATES_NGRAMS, specs.STATES_MTP, specs.STATES_COPIED, *specs.OTH
     "spec",
     [
         *STATES,
+        *specs.WINDOWS_SPECULATING,
         specs.STATES_PAGES,
         specs.MTP,
         specs.MTP_PAGES,

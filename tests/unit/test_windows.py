@@ -13,10 +13,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import models
 from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
-from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin.server import ServerParts, schedulers_per_node
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.adder import adder_of
@@ -210,12 +208,3 @@ def test_schedulers_that_share_the_memory_of_a_machine(
 
 def fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("no host memory")
-
-
-def test_speculation_beside_a_window_pool_is_refused() -> None:
-    pool: Any = Windows("python").both
-    drafts: Any = SimpleNamespace(speculative_algorithm="EAGLE")
-    with pytest.raises(CannotShare, match="--speculative-algorithm beside layers"):
-        models.check_windows(pool, drafts)
-    models.check_windows(pool.full_kv_pool, drafts)
-    models.check_windows(pool, SimpleNamespace(speculative_algorithm=None))  # type: ignore[arg-type]

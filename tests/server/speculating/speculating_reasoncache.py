@@ -161,6 +161,7 @@ class _DraftSteps:
         assert topk == 1
         self.attn_backends = [_named(PagedCpuBackend(runner)) for _ in range(steps - 1)]
         self._rows = runner.req_to_token_pool
+        self._slots = self.attn_backends[0].paged._num_slots
 
     def init_forward_metadata(self, batch: Any) -> None:
         from sglang_reasoncache.kernels.plan import plan_rows
@@ -168,11 +169,20 @@ class _DraftSteps:
         for step, backend in enumerate(self.attn_backends):
             paged = backend.paged
             paged.forget()
-            lengths = batch.seq_lens + step + 1
             rows = self._rows.req_to_token
-            paged.rows = plan_rows(
-                rows, batch.req_pool_indices, lengths, num_slots=paged._num_slots
-            )
+            which = batch.req_pool_indices
+            ends = batch.seq_lens + step + 1
+
+            def plan(reach: int, rows: Any = rows, which: Any = which, ends: Any = ends) -> Any:
+                return plan_rows(rows, which, ends, num_slots=self._slots, reach=reach)
+
+            paged.rows = plan(0)
+            for reach in paged._reaches:
+                paged.windows[reach] = plan(reach)
+                if paged.has_window_pool:
+                    paged.windows[reach] = paged._in_window_pool(paged.windows[reach])
+            if paged.has_window_pool:
+                paged._new_peers = paged._peers(rows[which, ends - 1].long())
 
 
 def _named(backend: Any) -> Any:
