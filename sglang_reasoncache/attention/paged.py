@@ -485,7 +485,9 @@ class PagedAttention:
         rows = self.windows.get(reach, self.rows)
         if self.selection is not None:
             rows = self._selected(q, layer, rows)
-        several = {} if self._sees is None else {"sees": self._sees, "reach": reach}
+        several: dict[str, Any] = {}
+        if self._sees is not None:
+            several = {"sees": self._sees, "reach": reach}
         run = functools.partial(decode_attention, **several)
         planned = len(rows.kv_indptr) - 1
         if self._sees is not None:

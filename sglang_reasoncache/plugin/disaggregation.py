@@ -3,11 +3,13 @@
 
 There a request is admitted before its prompt's KV is transferred, and SGLang's queue for that asks no prefill
 budget (``cache/admission.py``): it reserves ``--num-reserved-decode-tokens`` slots for the output of each
-request, and allocates without evicting. Slots that the ledger could free count as slots for output only. What
-they are worth beyond that is reclaimed before SGLang decides, because a prompt's slots must be free."""
+request, which this module lowers to what was learned, and allocates without evicting. Slots that the ledger
+could free count as slots for output only. What they are worth beyond that is reclaimed before SGLang decides,
+because a prompt's slots must be free."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -44,6 +46,8 @@ class PreallocAdmission:
         self._surplus = 0
         # How many slots the request that is checked next must have at once. None: SGLang did not say.
         self._prompt: int | None = None
+        # The operator's --num-reserved-decode-tokens. None until SGLang asks first.
+        self._most: int | None = None
 
     def around_budget(
         self,
@@ -59,14 +63,11 @@ class PreallocAdmission:
         the learned one (``sharing/headroom.py``), at most SGLang's, and slots of the ledger count for it. So
         the result never exceeds the slots that are free or evictable."""
         retractable_tokens = _without_saved(queue, retractable_tokens)
-        active = queue._active_req_count(extra_reserved_reqs)
-        if reserved_tokens is None:
-            reserved_tokens = queue.num_reserved_decode_tokens * active
         self._surplus = 0
         # SGLang asks with ``count_retracted`` for new requests, without for those that come back.
         if queue.queue if count_retracted else queue.retracted_queue:
             promise = self._promised(queue)
-            learned = int(promise.reserved(reserved_tokens, active))
+            learned = queue._active_reserved_tokens(extra_reserved_reqs=extra_reserved_reqs)
             reserved_tokens = max(learned - promise.shareable, 0)
             # SGLang reserves at least this, so that the longest running request can always finish. It is below
             # 0 where the tokens of the other requests are more than enough.
@@ -93,10 +94,9 @@ class PreallocAdmission:
         """How many slots a new request must find: its prompt's and some for its output, and as many as it needs
         to finish if all others are retracted."""
         self._prompt = allocated_tokens
-        reserve = queue.num_reserved_decode_tokens
-        learned = int(self._promised(queue).reserved(reserve, 1))
+        self._promised(queue)
         left = _without_saved(queue, retractable_tokens)
-        return stock(queue, req, allocated_tokens - reserve + learned, prefix_len, left)
+        return stock(queue, req, allocated_tokens, prefix_len, left)
 
     def around_fits(
         self,
@@ -145,14 +145,19 @@ class PreallocAdmission:
         return fits
 
     def _promised(self, queue: PreallocQueue) -> Promise:
-        """What admission may count on, asked once after each decode step. Nothing while a retraction could end
-        a request, because SGLang then has no room for a copy of it, and where SGLang's own reserve is all that
-        keeps slots in the window pool."""
+        """What admission may count on, asked once after each decode step, and SGLang's reserve for the output of
+        a request set to it. Nothing while a retraction could end a request, because SGLang then has no room for
+        a copy of it, and where SGLang's own reserve is all that keeps slots in the window pool."""
+        if self._most is None:
+            self._most = queue.num_reserved_decode_tokens
         if self._promised_at != self._controller.steps:
             self._promised_at = self._controller.steps
             self._promise = self._controller.promise()
         can = _has_room_for_copies(queue) and not _overlooks_windows(queue)
-        return self._promise if can else NOTHING_PROMISED
+        promise = self._promise if can else NOTHING_PROMISED
+        # SGLang also reads it for requests that come back, and for the room that it keeps for these.
+        queue.num_reserved_decode_tokens = math.ceil(promise.reserved(self._most, 1))
+        return promise
 
 
 def _without_saved(queue: PreallocQueue, tokens: int | None) -> int | None:
