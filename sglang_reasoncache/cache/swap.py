@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.states import LastState, take_slot
@@ -47,7 +48,8 @@ class Swapped:
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
             all is exact.
         state: SGLang's copy of the state after the last position. None if the model has no state layers.
-        window: SGLang's copy of the last positions' KV in the window pool. None without such a pool.
+        window: SGLang's copies of the last positions' KV in the window pool, and in those of draft models.
+            None without such a pool.
         in_window: Number of these positions. 0 without such a pool.
         num_bytes: Size of the copies.
         is_valid: Whether the KV may be used.
@@ -195,7 +197,7 @@ class HostSwap:
             wanted += self._size("state", copy_state)
         if window is not None:
             first = window[:1]
-            size = self._size("window", lambda: allocator.window_pool.get_cpu_copy(first))
+            size = self._size("window", lambda: self._window_copies(allocator, first))
             wanted += len(window) * size
         if self.num_bytes + wanted > self._limit:
             return None
@@ -203,7 +205,7 @@ class HostSwap:
             # PyTorch keeps freed pinned memory, and uses it again for tensors of a similar size only.
             torch.accelerator.memory.empty_host_cache()
         kept_state = None if state is None else copy_state()
-        kept_window = None if window is None else allocator.window_pool.get_cpu_copy(window)
+        kept_window = None if window is None else self._window_copies(allocator, window)
         # Two copies: the tree may still have the first part when the request returns.
         kept = min(req.kv.cache_protected_len, length)
         runs = [
@@ -237,8 +239,17 @@ class HostSwap:
         """Of the served model's KV, then of each draft model's."""
         return [pool.get_cpu_copy(slots) for pool in self._pools(allocator)]
 
-    def _pools(self, allocator: Any) -> tuple[Any, ...]:
-        return allocator.shared_pool, *self._draft_pools
+    def _pools(self, allocator: Any) -> list[Any]:
+        drafts = (pool if _follows_slots(pool) else pool.full_kv_pool for pool in self._draft_pools)
+        return [allocator.shared_pool, *drafts]
+
+    def _window_copies(self, allocator: Any, peers: torch.Tensor) -> list[Any]:
+        """As :meth:`_copies`, of slots in the window pool, and in those of draft models."""
+        return [pool.get_cpu_copy(peers) for pool in self._window_pools(allocator)]
+
+    def _window_pools(self, allocator: Any) -> list[Any]:
+        drafts = (pool.swa_kv_pool for pool in self._draft_pools if not _follows_slots(pool))
+        return [allocator.window_pool, *drafts]
 
     def room(self, tree: SharedRadixCache, swapped: Swapped, req: Request) -> Restored | None:
         """New slots for the positions that the tree does not hold, and a slot for the state. None if slots are
@@ -273,13 +284,21 @@ class HostSwap:
         if in_window:
             peers = allocator.translate_loc_from_full_to_swa(slots[len(slots) - in_window :])
             whole_window = behind(swapped.in_window - in_window, peers)
-            allocator.window_pool.load_cpu_copy(swapped.window, whole_window)
+            windows = zip(self._window_pools(allocator), swapped.window, strict=True)
+            for pool, tensors in windows:
+                pool.load_cpu_copy(tensors, whole_window)
         if swapped.state is not None and req.kv.mamba_pool_idx is not None:
             pool = tree.req_to_token_pool.mamba_pool
             pool.load_cpu_copy(swapped.state, req.kv.mamba_pool_idx.unsqueeze(0))
         if self._cached_at is not None and swapped.cached_at is not None:
             self._cached_at.record(slots, upload(swapped.cached_at[held:].numpy(), slots.device))
         return True
+
+
+def _follows_slots(pool: KVPool) -> bool:
+    """Whether all KV of a draft model is in slots of the same numbers as the served model's rows name. If not,
+    that of its windows is in the peers of these slots."""
+    return not compat.window_layers(pool) or bool(pool.swa_uses_full_indices)
 
 
 def behind(held: int, slots: torch.Tensor) -> torch.Tensor:
@@ -302,6 +321,8 @@ def idle_pinned() -> int:
 def _tensors_of(copies: Any) -> Iterator[torch.Tensor]:
     if isinstance(copies, torch.Tensor):
         yield copies
+    elif isinstance(copies, dict):
+        yield from _tensors_of(list(copies.values()))
     elif isinstance(copies, list | tuple):
         for each in copies:
             yield from _tensors_of(each)

@@ -193,10 +193,7 @@ class ServerParts:
             return None
         drafts = {
             "a draft model's KV was not found": refusals.has_draft_model(args)
-            and not self._draft_pools,
-            "a draft model has windows in a pool of their own": any(
-                compat.window_layers(pool) for pool in self._draft_pools
-            ),
+            and not self._draft_pools
         }
         least = tree.least_window_pool
         small = {

@@ -536,12 +536,16 @@ WINDOWS_NGRAMS = at_once("gemma3_text").having("ngrams", *_BY_NGRAMS, **_plugins
 _WITH_SINKS = _plugins("sinks", "speculating")
 POOL_NGRAMS = at_once("gpt_oss").having("ngrams", *_BY_NGRAMS, **_WITH_SINKS)
 POOL_DRAFTS = replace(
-    at_once("gpt_oss").having(
-        "drafts", _CHAINS_BY_MODEL, "--moe-runner-backend triton", **_WITH_SINKS
-    ),
-    draft="gpt_oss",
+    at_once("gpt_oss").having("drafts", _CHAINS_BY_MODEL, **_WITH_SINKS), draft="gpt_oss"
 )
 WINDOWS_SPECULATING = [spec.for_long_runs() for spec in (WINDOWS_NGRAMS, POOL_NGRAMS, POOL_DRAFTS)]
+WINDOWS_SPECULATING_SHORT = [
+    short("gemma3_text").having("ngrams", *_BY_NGRAMS, **_plugins("speculating")).for_long_runs(),
+    short("gpt_oss").having("ngrams", *_BY_NGRAMS, **_WITH_SINKS).for_long_runs(),
+    replace(
+        short("gpt_oss").having("drafts", _CHAINS_BY_MODEL, **_WITH_SINKS), draft="gpt_oss"
+    ).for_long_runs(),
+]
 OTHER_STATES = [
     at_once(model).having("ngrams", *_BY_NGRAMS, **_WITH_STATES).for_long_runs()
     for model in ("kimi_linear", "granitemoehybrid")

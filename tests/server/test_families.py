@@ -25,7 +25,7 @@ SHORT = [specs.short(TRIED[0])]
 SHORT += [specs.short(name).for_long_runs() for name in TRIED[1:]]
 AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS + FURTHER + WITH_STATES]
 SHORT += [specs.short(name).for_long_runs() for name in WITH_STATES]
-SHORT += [specs.STATES_MTP_SHORT, specs.STATES_PAGES_SHORT]
+SHORT += [specs.STATES_MTP_SHORT, specs.STATES_PAGES_SHORT, *specs.WINDOWS_SPECULATING_SHORT]
 SHORT += [specs.WINDOW_PAGES_SHORT, specs.WINDOWS_OVERLAPPED]
 #: A server with room for all requests, and a server short of slots.
 ON_TWO_RANKS = [

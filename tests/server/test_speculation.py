@@ -150,12 +150,12 @@ def test_a_cached_state_is_that_after_accepted_tokens(
     assert_whole(server)
 
 
-@pytest.mark.parametrize("spec", [specs.DRAFTS, specs.MTP])
+@pytest.mark.parametrize("spec", [specs.DRAFTS, specs.MTP, specs.POOL_DRAFTS])
 def test_the_next_turn_finds_what_a_response_shared(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """The prompt of the next turn ends with the response, which is cached whole, for the draft model too: most
-    of what it drafts is accepted. Log-probabilities are those of a loop that redirects the same blocks."""
+    """The prompt of the next turn goes on with the response, which is cached whole, for the draft model too:
+    most of what it drafts is accepted. Log-probabilities are those of a loop that redirects the same blocks."""
     server = servers.get(spec)
     loop = Loop(servers.model(spec.model), spec.model)
     tokenizer = AutoTokenizer.from_pretrained(servers.model(spec.model))
@@ -163,10 +163,12 @@ def test_the_next_turn_finds_what_a_response_shared(
     for text in letters(3) if spec.model else prompts(3, seed=5):
         [found] = respond(server, [text], 400, **TO_THE_END)
         assert found["blocks"]
-        whole = tokenizer(text)["input_ids"] + found["tokens"]
+        prompt = tokenizer(text)["input_ids"]
+        whole = [*prompt, *found["tokens"], prompt[0]]
         before = report(server)["totals"]["decode_steps"]
         follow = follow_up(server, whole, opts_out=False, most=60)
         assert report(server)["totals"]["decode_steps"] - before < 30
-        assert follow["cached"] == len(whole) - 1
+        # A verification may have computed the KV of the last token, too.
+        assert follow["cached"] >= len(whole) - 2
         assert beside.continued(whole, found, follow).off.max() < ROUNDING
     assert_whole(server)
