@@ -50,9 +50,10 @@ class ServerPool:
             if spec in self._unstartable:
                 raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
             self._starts += 1
+            model = self.model(spec.model)
             drafts = ("--speculative-draft-model-path", str(self.model(spec.draft)))
             server = ServerProcess(
-                self.model(spec.model),
+                model,
                 flags=(*spec.flags, *drafts) if spec.draft else spec.flags,
                 env={**STRICT_CHECKS, **dict(spec.env)},
                 log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",

@@ -538,7 +538,18 @@ POOL_NGRAMS = at_once("gpt_oss").having("ngrams", *_BY_NGRAMS, **_WITH_SINKS)
 POOL_DRAFTS = replace(
     at_once("gpt_oss").having("drafts", _CHAINS_BY_MODEL, **_WITH_SINKS), draft="gpt_oss"
 )
+#: As gpt-oss is often served. The head has no windows, and all its KV.
+POOL_EAGLE3 = replace(
+    at_once("gpt_oss").having(
+        *("eagle3", "--speculative-algorithm EAGLE3 --speculative-eagle-topk 1"),
+        "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
+        **_WITH_SINKS,
+        **_importing("gpt_oss", "llama", "llama_eagle3"),
+    ),
+    draft=tiny_models.EAGLE3_OF_WINDOWS,
+).for_long_runs()
 WINDOWS_SPECULATING = [spec.for_long_runs() for spec in (WINDOWS_NGRAMS, POOL_NGRAMS, POOL_DRAFTS)]
+WINDOWS_SPECULATING.append(POOL_EAGLE3)
 WINDOWS_SPECULATING_SHORT = [
     short("gemma3_text").having("ngrams", *_BY_NGRAMS, **_plugins("speculating")).for_long_runs(),
     short("gpt_oss").having("ngrams", *_BY_NGRAMS, **_WITH_SINKS).for_long_runs(),

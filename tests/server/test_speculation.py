@@ -104,8 +104,10 @@ def test_what_other_models_verify_is_what_a_loop_computes(
         assert seen["uncorrected"] is None and totals["blocks_missed"] == 0
         # Few blocks cover whole pages of 64 positions in 400 tokens.
         assert totals["blocks_shared"] >= (20 if spec == specs.STATES_PAGES else 50)
-        # Drafts are accepted. The tiny Qwen3-Next's layer drafts worse than the others.
-        assert totals["decode_steps"] < (0.9 if spec.model == "qwen3_next" else 0.7) * 400
+        # Drafts are accepted. The tiny Qwen3-Next's layer drafts worse than the others, and a head with random
+        # weights drafts nothing that is.
+        most = {"qwen3_next": 0.9}.get(spec.model, 0.7)
+        assert spec == specs.POOL_EAGLE3 or totals["decode_steps"] < most * 400
     beside = Beside(loop, server)
     for text, found in zip(todo, responses, strict=True):
         beside.add(text, found)
@@ -150,7 +152,7 @@ def test_a_cached_state_is_that_after_accepted_tokens(
     assert_whole(server)
 
 
-@pytest.mark.parametrize("spec", [specs.DRAFTS, specs.MTP, specs.POOL_DRAFTS])
+@pytest.mark.parametrize("spec", [specs.DRAFTS, specs.MTP, specs.POOL_DRAFTS, specs.POOL_EAGLE3])
 def test_the_next_turn_finds_what_a_response_shared(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
@@ -167,8 +169,10 @@ def test_the_next_turn_finds_what_a_response_shared(
         whole = [*prompt, *found["tokens"], prompt[0]]
         before = report(server)["totals"]["decode_steps"]
         follow = follow_up(server, whole, opts_out=False, most=60)
-        assert report(server)["totals"]["decode_steps"] - before < 30
-        # A verification may have computed the KV of the last token, too.
-        assert follow["cached"] >= len(whole) - 2
+        steps = report(server)["totals"]["decode_steps"] - before
+        assert steps < 30 or spec == specs.POOL_EAGLE3, "drafts are accepted"
+        # A verification may have computed the KV of the last token, too. A draft layer's KV of a position
+        # depends on the next token.
+        assert follow["cached"] >= len(whole) - 3
         assert beside.continued(whole, found, follow).off.max() < ROUNDING
     assert_whole(server)

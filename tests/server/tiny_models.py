@@ -9,6 +9,8 @@ from typing import Any
 
 #: An EAGLE3 head for the embedded reasoner.
 EAGLE3 = "eagle3"
+#: An EAGLE3 head for the tiny gpt-oss, which must be there.
+EAGLE3_OF_WINDOWS = "eagle3-gpt_oss"
 _LINEAR = "linear_attention"
 _FULL = "full_attention"
 Fields = dict[str, Any]
@@ -234,6 +236,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
 
     if name == EAGLE3:
         return _make_eagle3(tokenizer, folder / name)
+    if name == EAGLE3_OF_WINDOWS:
+        return _make_eagle3(folder / "gpt_oss", folder / name)
     kind, arguments = MODELS[name]
     gemma = name == "gemma3_text"
     config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)

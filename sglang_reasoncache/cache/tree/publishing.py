@@ -187,8 +187,7 @@ class Publishes(EvictsContinuations):
     def evict_sliding_windows(self, req: Request, pre_len: int, **named: Any) -> None:
         """Free what the request's window has passed, and leave the window evictable with which it began behind
         a continuation, once the request has freed a slot of its own."""
-        # With draft layers a continuation ends one position earlier, and needs the window that ends there.
-        super().evict_sliding_windows(req, pre_len - int(self.tree_core.is_eagle), **named)
+        super().evict_sliding_windows(req, pre_len, **named)
         prefix = req.last_node
         if isinstance(prefix, Continued) and self._freed_of_window(req) > prefix.length:
             self._release_ending(req)
