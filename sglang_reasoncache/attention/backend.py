@@ -6,7 +6,11 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.models import check_attention, check_window_of_decode
+from sglang_reasoncache.attention.models import (
+    check_attention,
+    check_no_drafts_in_windows,
+    check_window_of_decode,
+)
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
@@ -26,6 +30,8 @@ class PagedBackend(_Stock):
     unread = 0
     #: Whether SGLang's decode steps read the model's window in each layer that has one.
     one_window = False
+    #: Whether SGLang's verifications of drafted tokens read the positions of sliding windows.
+    verifies_windows = True
 
     def __init__(
         self,
@@ -43,6 +49,8 @@ class PagedBackend(_Stock):
         check_attention(model_runner, requested_by)
         if self.one_window:
             check_window_of_decode(model_runner, requested_by)
+        if not self.verifies_windows:
+            check_no_drafts_in_windows(model_runner, requested_by)
         self.requested_by = requested_by
         # PagedAttention may raise, so it is made before SGLang's backend takes memory.
         self.paged = PagedAttention(model_runner, cached, self.unread)

@@ -158,6 +158,17 @@ def check_window_of_decode(model_runner: ModelRunner, requested_by: str) -> None
             )
 
 
+def check_no_drafts_in_windows(model_runner: ModelRunner, requested_by: str) -> None:
+    """Raises ValueError for speculation with a model that has sliding windows. For FlashInfer: its verification
+    in SGLang 0.5.22 and 0.5.23 reads the first positions of a row instead of the window's
+    (``generate_attn_arg_prefill`` is not told where windows begin)."""
+    if compat.drafted_tokens(model_runner) and windows_of(model_runner):
+        raise ValueError(
+            f"{requested_by}: SGLang's verification of drafted tokens reads other positions than those of the "
+            "model's sliding windows; with --attention-backend triton or fa3 it reads these"
+        )
+
+
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
     """SGLang's attention layers that read the pool. Leaves out ``RadixAttention`` modules of state layers and,
     with latent attention, those that attend to the expanded keys and values of a prefill. Layers of SGLang's

@@ -211,6 +211,11 @@ class PagedAttention:
         return bool(reach and self._of_window)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layers have a sliding window."""
+        return bool(self._reaches)
+
+    @property
     def has_window_pool(self) -> bool:
         """Whether some layers read a window pool."""
         return bool(self._of_window)

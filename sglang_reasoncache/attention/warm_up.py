@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the Triton kernels of attention when a server starts."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -49,8 +50,24 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
                 )
         if drafted:
             queries = query.expand(drafted, -1, -1).contiguous()
-            for each in (merged, plan):
-                decode_attention(queries, kv, each, scale=1.0, logit_cap=logit_cap, sees=sees)
+            verifications: list[tuple[RowPlan, int]] = [(merged, 0), (plan, 0)]
+            if paged.has_windows:
+                # How many positions a token sees is no constant of a kernel, only whether it sees all.
+                verifications.append((unshifted if paged.has_window_pool else plan, drafted + 1))
+            of_heads: list[torch.Tensor | None] = [None]
+            if paged.has_window_pool:
+                of_heads.append(torch.zeros(heads, dtype=torch.float32, device=paged.device))
+            for (each, reach), of_sinks in itertools.product(verifications, of_heads):
+                decode_attention(
+                    queries,
+                    kv,
+                    each,
+                    scale=1.0,
+                    logit_cap=logit_cap,
+                    sinks=of_sinks,
+                    sees=sees,
+                    reach=reach,
+                )
         if paged.selection is not None and layer.layer_id in paged.selection.bounds:
             bounds = paged.selection.bounds[layer.layer_id]
             page_logits(query, bounds[:-1], zero[None], 1.0, backend=paged.backend)

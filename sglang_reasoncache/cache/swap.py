@@ -22,7 +22,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.states import LastState, take_slot
 from sglang_reasoncache.compat.carriers import SWAPPED
-from sglang_reasoncache.compat.types import KVPool, Request
+from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.device.upload import upload
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class HostSwap:
         self,
         limit: int,
         cached_at: CachedPositions | None,
-        draft_pools: Sequence[KVPool] = (),
+        draft_pools: Sequence[Any] = (),
     ) -> None:
         self._limit = limit
         self._cached_at = cached_at
@@ -295,7 +295,7 @@ class HostSwap:
         return True
 
 
-def _follows_slots(pool: KVPool) -> bool:
+def _follows_slots(pool: Any) -> bool:
     """Whether all KV of a draft model is in slots of the same numbers as the served model's rows name. If not,
     that of its windows is in the peers of these slots."""
     return not compat.window_layers(pool) or bool(pool.swa_uses_full_indices)

@@ -79,11 +79,7 @@ def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> 
 def _cannot_share(server_args: ServerArgs) -> bool:
     """Whether the flags show that the KV pool will be one of those that cannot be shared
     (``plugin/unshared.py``)."""
-    resolved = compat.resolving_view(server_args)
-    if "fp4" in (resolved.kv_cache_dtype or ""):
-        return True
-    has_pool = compat.model_config_of(server_args).is_hybrid_swa
-    return has_pool and not resolved.disable_hybrid_swa_memory
+    return "fp4" in (compat.resolving_view(server_args).kv_cache_dtype or "")
 
 
 def attention_backend(
@@ -406,4 +402,5 @@ def backend_class(name: str, latent: bool = False) -> type:
     # ``unread``: SGLang's Triton decode kernels leave out the oldest position of a sliding window.
     members = {"__module__": __name__, "unread": int(name == "triton")}
     members["one_window"] = name in compat.SLOT_BACKENDS
+    members["verifies_windows"] = name != "flashinfer"
     return type(f"Corrected{stock}", bases, members)

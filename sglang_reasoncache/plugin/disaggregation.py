@@ -145,8 +145,8 @@ class PreallocAdmission:
         return fits
 
     def _promised(self, queue: PreallocQueue) -> Promise:
-        """What admission may count on, asked once after each decode step, and SGLang's reserve for the output of
-        a request set to it. Nothing while a retraction could end a request, because SGLang then has no room for
+        """What admission may count on, asked once after each decode step; sets SGLang's reserve for the output
+        of a request to it. Nothing while a retraction could end a request, because SGLang then has no room for
         a copy of it, and where SGLang's own reserve is all that keeps slots in the window pool."""
         if self._most is None:
             self._most = queue.num_reserved_decode_tokens

@@ -3,6 +3,7 @@
 SGLang's torch-native backend: the mixin chooses between our kernels and SGLang's in the same way, whichever
 backend it extends. ``test_attention_cuda.py`` has more tests of the mixin."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -330,6 +331,20 @@ def test_windows_of_layers_are_those_of_decode_steps(of_model: int | None) -> No
     with pytest.raises(ValueError, match=message):
         models.check_window_of_decode(rig.runner, "--x y")
     PagedCpuBackend(rig.runner, rig.cached_at)
+
+
+@pytest.mark.parametrize(("window", "drafts"), [(8, True), (8, False), (-1, True)])
+def test_flashinfer_verifies_nothing_in_windows(window: int, drafts: bool) -> None:
+    """SGLang's FlashInfer backend reads the first positions of a row there instead of the window's."""
+    rig = Rig(shifted=0.0)
+    rig.layer.sliding_window_size = window
+    rig.runner.spec_algorithm = SimpleNamespace(is_none=lambda: not drafts)
+    rig.runner.server_args = SimpleNamespace(speculative_num_draft_tokens=4)
+    expected: Any = contextlib.nullcontext()
+    if drafts and window > 0:
+        expected = pytest.raises(ValueError, match="--x y: SGLang's verification of drafted tokens")
+    with expected:
+        models.check_no_drafts_in_windows(rig.runner, "--x y")
 
 
 def fallback(rig: Rig, window: int = -1) -> None:

@@ -87,6 +87,7 @@ def test_sglangs_backend_is_behind_ours(
         assert stock.__name__ in inspect.getsource(made_by)
     assert made.__mro__[1:4] == (SharedSlotReads, PagedBackend, stock)
     assert made.one_window == (name in ("flashinfer", "triton"))
+    assert made.verifies_windows == (name != "flashinfer")
     theirs = {attribute for attribute in vars(stock) if not attribute.startswith(("__", "_abc_"))}
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
@@ -198,6 +199,7 @@ def test_sglangs_own_backend_stays_and_is_one_that_we_extend(
     assert gpu == "rocm" or (prefill == decode and decode in compat.CUDA_BACKENDS)
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize(
     ("fields", "settings", "expected"),
     [
@@ -214,8 +216,10 @@ def test_a_draft_model_looks_up_slots_where_the_model_looks_up_pages(
     fields: dict[str, Any],
     settings: dict[str, Any],
     expected: str | None,
+    windows: bool,
     monkeypatch: pytest.MonkeyPatch,
     model_path: Path,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A page of a row that shares may name slots of several pages. Without a setting that shares, and where the
@@ -224,6 +228,14 @@ def test_a_draft_model_looks_up_slots_where_the_model_looks_up_pages(
     drafts |= dict(speculative_eagle_topk=1, speculative_num_draft_tokens=3)
     fields = {"speculative_algorithm": "STANDALONE", **drafts, **fields}
     caplog.set_level("INFO")
+    if windows and fields.get("attention_backend") == "flashinfer":
+        pytest.skip("SGLang refuses FlashInfer for gpt-oss")
+    if windows:
+        shape = json.loads((model_path / "config.json").read_text())
+        shape |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+        shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        model_path = tmp_path
     view = resolved(monkeypatch, model_path, "b200", ReasonCacheConfig(**settings), **fields)
     assert view.speculative_draft_attention_backend == expected
     told = [line for line in caplog.messages if "--speculative-draft-attention-backend" in line]
