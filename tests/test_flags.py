@@ -15,6 +15,7 @@ import pytest
 from sglang_reasoncache import arguments, compat
 from sglang_reasoncache.arguments import FLAGS, SET, arguments_of, flag_of
 from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, type_of
+from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin import attention, flags, hooks, refusals
 from tools import settings_table
 
@@ -220,13 +221,11 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
     with pytest.raises(ValueError, match="keydiff.* without --speculative-algorithm"):
         refusals.check_where_policies_act(evicts, _server_args(**eagle))
-    # SGLang may settle for another algorithm than the operator named.
-    drafts = _server_args(**eagle, speculative_num_draft_tokens=8)
-    for window in (0, 9):
-        refusals.check_speculation(drafts, "EAGLE", 1, window=window)
-    for settled, window in (("FROZEN_KV_MTP", 0), ("EAGLE", 8)):
-        with pytest.raises(ValueError, match="--enable-reasoncache cannot be combined"):
-            refusals.check_speculation(drafts, settled, 1, window=window)
+    # SGLang may settle for another algorithm, or another flag, than the operator named.
+    refusals.check_settled_speculation(_server_args(**eagle))
+    for fields in ({"speculative_algorithm": "FROZEN_KV_MTP"}, {"enable_multi_layer_eagle": True}):
+        with pytest.raises(CannotShare, match="SGLang has chosen"):
+            refusals.check_settled_speculation(_server_args(**{**eagle, **fields}))
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     with pytest.raises(ValueError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
         refusals.check(_server_args(**eagle))

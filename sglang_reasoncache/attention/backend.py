@@ -8,7 +8,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.models import (
     check_attention,
-    check_no_drafts_in_windows,
+    check_drafts_in_windows,
     check_window_of_decode,
 )
 from sglang_reasoncache.attention.paged import PagedAttention
@@ -49,8 +49,7 @@ class PagedBackend(_Stock):
         check_attention(model_runner, requested_by)
         if self.one_window:
             check_window_of_decode(model_runner, requested_by)
-        if not self.verifies_windows:
-            check_no_drafts_in_windows(model_runner, requested_by)
+        check_drafts_in_windows(model_runner, requested_by, reads_windows=self.verifies_windows)
         self.requested_by = requested_by
         # PagedAttention may raise, so it is made before SGLang's backend takes memory.
         self.paged = PagedAttention(model_runner, cached, self.unread)

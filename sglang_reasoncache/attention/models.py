@@ -158,14 +158,23 @@ def check_window_of_decode(model_runner: ModelRunner, requested_by: str) -> None
             )
 
 
-def check_no_drafts_in_windows(model_runner: ModelRunner, requested_by: str) -> None:
-    """Raises ValueError for speculation with a model that has sliding windows. For FlashInfer: its verification
-    in SGLang 0.5.22 and 0.5.23 reads the first positions of a row instead of the window's
-    (``generate_attn_arg_prefill`` is not told where windows begin)."""
-    if compat.drafted_tokens(model_runner) and windows_of(model_runner):
+def check_drafts_in_windows(
+    model_runner: ModelRunner, requested_by: str, *, reads_windows: bool
+) -> None:
+    """Raises ValueError for speculation with a model whose sliding windows have too few positions, or whose
+    verifications in SGLang do not read them (``reads_windows`` false): FlashInfer's in SGLang 0.5.22 and 0.5.23
+    read a row's first positions (``generate_attn_arg_prefill`` is not told where windows begin)."""
+    drafted = compat.drafted_tokens(model_runner)
+    smallest = min(windows_of(model_runner), default=0)
+    if drafted and smallest and not reads_windows:
         raise ValueError(
             f"{requested_by}: SGLang's verification of drafted tokens reads other positions than those of the "
             "model's sliding windows; with --attention-backend triton or fa3 it reads these"
+        )
+    if 0 < smallest <= drafted:
+        raise ValueError(
+            f"{requested_by}: --speculative-num-draft-tokens {drafted} must be below the model's sliding "
+            f"window of {smallest} positions"
         )
 
 

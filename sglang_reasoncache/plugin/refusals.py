@@ -9,6 +9,7 @@ from sglang_reasoncache.arguments import flag_of
 from sglang_reasoncache.attention import models, verification
 from sglang_reasoncache.compat.types import ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.errors import CannotShare
 
 _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count shared slots"
 _NO_HOOKS = "it parses requests where plugins have no hooks"
@@ -173,20 +174,16 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
     return conflicts
 
 
-def check_speculation(args: ServerArgs, algorithm: str, page_size: int, *, window: int = 0) -> None:
-    """Raises ValueError if what SGLang has settled for speculation, or the model, excludes this plugin. SGLang
-    may choose another ``algorithm`` or ``page_size`` for a model than the operator did.
-
-    ``window``: number of positions of the model's smallest sliding window; 0 without one."""
+def check_settled_speculation(args: ServerArgs) -> None:
+    """Raises CannotShare if what SGLang has settled for speculation excludes sharing, though the operator's
+    flags do not: SGLang chooses another algorithm for some models (``FROZEN_KV_MTP`` for Gemma 4's assistants),
+    or other flags (``--enable-multi-layer-eagle`` for MiMo-V2)."""
     settled = compat.resolving_view(args)
-    conflicts = _in_speculation(settled, algorithm, page_size)
-    drafted = settled.speculative_num_draft_tokens or 0
-    if 0 < window <= drafted:
-        conflicts.append(
-            f"--speculative-num-draft-tokens {drafted} for a model with a sliding window of {window} positions "
-            "(fewer are supported)"
-        )
-    refuse("--enable-reasoncache", conflicts)
+    algorithm = compat.speculation(settled)
+    if algorithm is not None:
+        conflicts = _in_speculation(settled, algorithm, settled.page_size or 1)
+        if conflicts:
+            raise CannotShare("SGLang has chosen " + "; ".join(conflicts))
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:

@@ -68,6 +68,7 @@ class ServerParts:
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
         models.check_pool(pool)
+        refusals.check_settled_speculation(compat.get_server_args())
         attention.check_pool_for_policies(config, pool)
         self.allocator = shared_allocator_of(stock)
         self.controller: Controller | None = None
@@ -123,13 +124,6 @@ class ServerParts:
         runner = context.tp_worker.model_runner
         page = context.params.page_size
         refusals.check_page_size(page)
-        if not runner.spec_algorithm.is_none():
-            refusals.check_speculation(
-                context.server_args,
-                runner.spec_algorithm.name,
-                page,
-                window=min(models.windows_of(runner), default=0),
-            )
         config, uncorrected = attention.resolve_positions(
             self._settings(runner), self._attention, runner
         )

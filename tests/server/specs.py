@@ -541,7 +541,8 @@ POOL_DRAFTS = replace(
 #: As gpt-oss is often served. The head has no windows, and all its KV.
 POOL_EAGLE3 = replace(
     at_once("gpt_oss").having(
-        *("eagle3", "--speculative-algorithm EAGLE3 --speculative-eagle-topk 1"),
+        "eagle3",
+        "--speculative-algorithm EAGLE3 --speculative-eagle-topk 1 "
         "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
         **_WITH_SINKS,
         **_importing("gpt_oss", "llama", "llama_eagle3"),

@@ -333,18 +333,24 @@ def test_windows_of_layers_are_those_of_decode_steps(of_model: int | None) -> No
     PagedCpuBackend(rig.runner, rig.cached_at)
 
 
-@pytest.mark.parametrize(("window", "drafts"), [(8, True), (8, False), (-1, True)])
-def test_flashinfer_verifies_nothing_in_windows(window: int, drafts: bool) -> None:
+@pytest.mark.parametrize(
+    ("window", "drafted", "reads", "message"),
+    [
+        (8, 0, False, None),
+        (0, 4, False, None),
+        (8, 4, True, None),
+        (8, 4, False, "--x y: SGLang's verification of drafted tokens reads other positions"),
+        (4, 4, True, "--x y: --speculative-num-draft-tokens 4 must be below .* of 4 positions"),
+    ],
+)
+def test_drafts_in_windows(window: int, drafted: int, reads: bool, message: str | None) -> None:
     """SGLang's FlashInfer backend reads the first positions of a row there instead of the window's."""
     rig = Rig(shifted=0.0)
-    rig.layer.sliding_window_size = window
-    rig.runner.spec_algorithm = SimpleNamespace(is_none=lambda: not drafts)
-    rig.runner.server_args = SimpleNamespace(speculative_num_draft_tokens=4)
-    expected: Any = contextlib.nullcontext()
-    if drafts and window > 0:
-        expected = pytest.raises(ValueError, match="--x y: SGLang's verification of drafted tokens")
-    with expected:
-        models.check_no_drafts_in_windows(rig.runner, "--x y")
+    rig.layer.sliding_window_size = window - 1
+    rig.runner.spec_algorithm = SimpleNamespace(is_none=lambda: not drafted)
+    rig.runner.server_args = SimpleNamespace(speculative_num_draft_tokens=drafted)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        models.check_drafts_in_windows(rig.runner, "--x y", reads_windows=reads)
 
 
 def fallback(rig: Rig, window: int = -1) -> None:
