@@ -148,6 +148,8 @@ HOOK_TARGETS: dict[str, str] = {
     "prealloc_done": _DISAGGREGATION + "decode.DecodePreallocQueue._pre_alloc",
     "prealloc_budget": _DISAGGREGATION + "decode.DecodePreallocQueue._allocatable_token_budgets",
     "prealloc_required": _DISAGGREGATION + "decode.DecodePreallocQueue._required_admission_tokens",
+    "decode_queue": _DISAGGREGATION
+    + "decode.SchedulerDisaggregationDecodeMixin.process_decode_queue",
     "prealloc_fits": _DISAGGREGATION + "decode.DecodePreallocQueue._prealloc_reservation_fits",
 }
 

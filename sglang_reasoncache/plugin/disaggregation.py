@@ -144,6 +144,15 @@ class PreallocAdmission:
             self._controller.request_waits(again=False)
         return fits
 
+    def after_queue(self, scheduler: Any) -> None:
+        """Let requests run whose prompts have arrived. While a retracted request waits, SGLang admits no others,
+        as it should, but does not ask for these either: they would hold slots and decode nothing. All ranks
+        call this together, and their queues are equal."""
+        queue = scheduler.disagg_decode_prealloc_queue
+        if queue.retracted_queue and self._promised(queue) is not NOTHING_PROMISED:
+            arrived = scheduler.disagg_decode_transfer_queue.pop_transferred()
+            scheduler.waiting_queue.extend(arrived)
+
     def _promised(self, queue: PreallocQueue) -> Promise:
         """What admission may count on, asked once after each decode step; sets SGLang's reserve for the output
         of a request to it. Nothing while a retraction could end a request, because SGLang then has no room for

@@ -44,6 +44,7 @@ def install() -> None:
     }
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
+    hooks |= {"decode_queue": _after_decode_queue}
     for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     around: dict[str, Callable[..., Any]] = {
@@ -235,6 +236,13 @@ def _admission(method: str) -> Callable[..., Any]:
         return getattr(admission, method)(stock, *args, **kwargs)
 
     return hooked
+
+
+def _after_decode_queue(_result: None, scheduler: Any) -> None:
+    """Let requests of the decode server of a PD pair run whose prompts have arrived."""
+    parts = _unshared or _server
+    if parts is not None and parts.admission is not None:
+        parts.admission.after_queue(scheduler)
 
 
 def _after_prefill(

@@ -71,6 +71,7 @@ HOOKS = {
     "prealloc_done": "self req prefix_indices prefix_len total_prefix_len",
     "prealloc_required": "self req allocated_tokens prefix_len retractable_tokens",
     "prealloc_budget": "self retractable_tokens count_retracted extra_reserved_reqs reserved_tokens ...",
+    "decode_queue": "self",
     "prealloc_fits": "self full_tokens swa_tokens ...",
 }  # fmt: skip
 
