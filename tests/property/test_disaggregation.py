@@ -142,7 +142,7 @@ class DecodeMachine(GroupMachine):
     ``coming``: admitted requests whose KV is being transferred. ``loaded``: requests that SGLang will take into
     the running batch."""
 
-    admitted = resumed = reclaimed = shared_resumed = left = left_early = 0
+    admitted = resumed = reclaimed = shared_resumed = left = left_early = ran_early = 0
 
     def __init__(self, setup: Setup, engine: FilterProcess, caches: bool) -> None:
         self.caches = caches
@@ -159,6 +159,8 @@ class DecodeMachine(GroupMachine):
             enable_priority_scheduling=False, enable_decode_hicache=False,
         )  # fmt: skip
         self.queue = Queue(self.world, self.scheduler, reserve=4)
+        self.scheduler.disagg_decode_prealloc_queue = self.queue
+        self.scheduler.disagg_decode_transfer_queue = SimpleNamespace(pop_transferred=self._arrived)
 
     def _make_world(self, setup: Setup, **named: Any) -> World:
         return PDWorld(setup, RandomMeter, no_tree=not self.caches, **named)
@@ -180,15 +182,24 @@ class DecodeMachine(GroupMachine):
         for _ in range(passes):
             self._pass()
 
+    def _arrived(self) -> list[Req]:
+        """The requests whose KV has been transferred."""
+        arrived = list(self.coming)
+        for req in arrived:
+            req.output_ids.append(PHRASES[0][0])
+        self.coming.clear()
+        return arrived
+
     def _pass(self) -> None:
-        """What ``process_decode_queue`` and ``get_new_prebuilt_batch`` do."""
+        """What ``process_decode_queue``, with our hook, and ``get_new_prebuilt_batch`` do."""
         queue = self.queue
         self.loaded += self._resume()
-        if not queue.retracted_queue:
-            self.loaded += self.coming
-            for req in self.coming:
-                req.output_ids.append(PHRASES[0][0])
-            self.coming.clear()
+        if queue.retracted_queue:
+            before = len(self.coming)
+            queue.admission.after_queue(self.scheduler)
+            type(self).ran_early += before - len(self.coming)
+        else:
+            self.loaded += self._arrived()
             popped, failed = queue.pop_preallocated()
             assert not failed
             for entry in popped:
@@ -428,6 +439,7 @@ def test_what_was_admitted_finds_its_slots(
     finally:
         engine.shut_down()
     record_property("operations", Machine.operations)
-    found = {name: getattr(Machine, name) for name in (*names, "reclaimed", "operations")}
+    more = "ran_early", "reclaimed", "operations"
+    found = {name: getattr(Machine, name) for name in (*names, *more)}
     print(setup, found, Machine.across)
     assert all_seen()
