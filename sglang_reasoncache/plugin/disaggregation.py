@@ -145,7 +145,7 @@ class PreallocAdmission:
         return fits
 
     def after_queue(self, scheduler: Any) -> None:
-        """Let requests run whose prompts have arrived. While a retracted request waits, SGLang admits no others,
+        """Let requests run whose prompts have arrived. While a retracted request waits, SGLang admits no other,
         as it should, but does not ask for these either: they would hold slots and decode nothing. All ranks
         call this together, and their queues are equal."""
         queue = scheduler.disagg_decode_prealloc_queue
