@@ -111,11 +111,13 @@ class Memory:
         self.block = block
         #: Number of positions that share as a whole.
         self.unit = block if world.page == 1 else world.page
+        #: Number of tokens that the tree's key of some positions has behind them.
+        self.beyond = int(world.setup.pairs)
         self._roots: dict[str | None, Path] = {}
         #: For each content, its token sequence, or None if the row was not exact. Content 0 is never used.
         self._exact_for: list[Path | None] = [None]
         self.running: list[Track] = []
-        #: Token sequence up to the end of a page -> the page's contents, for every page in the tree.
+        #: Token sequence of a page's key, from the root on -> the page's contents, for every page in the tree.
         self.tree: dict[Path, Page] = {}
         #: Pages that may have been added to the tree since the last call of :meth:`observe`.
         self.publishable: dict[Path, list[Page]] = {}
@@ -126,16 +128,22 @@ class Memory:
 
     def matched(self, track: Track) -> None:
         """Notes that a prefix match filled the start of the row with pages of the tree."""
-        page = self.world.page
-        paths = track.paths[page - 1 : track.req.prefix_len : page]
-        track.shows = [content for path in paths for content in self.tree[path]]
+        pages = self.keys(track.paths[: track.req.prefix_len + self.beyond])
+        track.shows = [content for path in pages for content in self.tree[path]]
         track.gone = {}
 
-    def _pages(self, track: Track, up_to: int) -> Iterator[tuple[Path, Page]]:
-        """For each whole page of the row below ``up_to``: the token sequence up to its end and the contents."""
+    def keys(self, paths: list[Path]) -> list[Path]:
+        """The token sequences of the keys of all whole pages. ``paths``: for each token the sequence that ends
+        with it."""
         page = self.world.page
-        for end in range(page, up_to + 1, page):
-            yield track.paths[end - 1], tuple(track.shows[end - page : end])
+        return paths[page - 1 + self.beyond :: page]
+
+    def _pages(self, track: Track, up_to: int) -> Iterator[tuple[Path, Page]]:
+        """For each whole page of the row below ``up_to``: the token sequence of its key and the contents."""
+        page = self.world.page
+        paths = self.keys(track.paths[: up_to + self.beyond])
+        for end, path in zip(range(page, up_to + 1, page), paths, strict=True):
+            yield path, tuple(track.shows[end - page : end])
 
     def computed(self, track: Track, slots: np.ndarray) -> None:
         """Notes that a forward wrote the next ``len(slots)`` positions, and writes their contents."""
@@ -236,6 +244,9 @@ class Memory:
         pages that are linked to a page that stays."""
         protected = track.req.kv.cache_protected_len
         page = self.world.page
+        lowest = protected
+        if not self.world.setup.prompts:
+            lowest = max(lowest, len(track.req.origin_input_ids) // page * page)
         end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
         track.evicted_again -= again
@@ -244,7 +255,7 @@ class Memory:
         chosen: set[int] = set()
         for at in range(0, end, page):
             whole = range(at, at + page)
-            if at >= protected and asked.issuperset(whole):
+            if at >= lowest and asked.issuperset(whole):
                 chosen.update(whole)
         self._evicted(track, chosen)
         track.exact = track.exact and EVICTED not in track.shows
@@ -334,10 +345,10 @@ class Memory:
             assert len(slots) == len(node.key) > 0
             paths = path.along(node.key.token_ids)
             contents = stored[slots].tolist()
-            path = paths[-1]
-            for end in range(page, len(slots) + 1, page):
-                found[paths[end - 1]] = tuple(contents[end - page : end])
-            for at, content in zip(paths, contents, strict=True):
+            path = paths[len(slots) - 1]
+            for start, key in zip(range(0, len(slots), page), self.keys(paths), strict=True):
+                found[key] = tuple(contents[start : start + page])
+            for at, content in zip(paths[: len(slots)], contents, strict=True):
                 assert self._exact_for[content] is at, "an approximation in the tree"
             named.append(self._page_ids(slots))
             assert data.lock_ref == locks[id(node)], "a lock count is wrong"

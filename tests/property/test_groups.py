@@ -40,8 +40,11 @@ SETUPS = [
     Setup(page=4, block=3, slots=200, when="short", continues=True),
     Setup(page=1, block=3, slots=230, drafts=3, continues=True, quotes=True),
     Setup(page=1, block=2, slots=210, when="short", core="rust", drafts=4),
+    Setup(page=1, block=3, slots=170, when="short", quotes=True, pairs=True),
+    Setup(page=4, block=2, slots=260, continues=True, pairs=True),
+    Setup(page=1, block=3, slots=230, core="rust", drafts=3, continues=True, pairs=True),
 ]
-QUICK_RULES = 6_800
+QUICK_RULES = 9_000
 MIN_AGE = 6
 #: Phrases that responses are made of, so that responses repeat themselves and each other.
 PHRASES = [[10 * i + j for j in range(1, 2 + 3 * i)] for i in range(1, 5)]
@@ -367,7 +370,9 @@ class GroupMachine(RuleBasedStateMachine):
             if data.value is None:  # The node is on the host.
                 continue
             slots = data.value.numpy()
-            assert stored[slots].tolist() == contents(node.key.token_ids, node.key.cache_salt)
+            # A key of pairs has one token more.
+            tokens = node.key.token_ids[: len(slots)]
+            assert stored[slots].tolist() == contents(tokens, node.key.cache_salt)
             found += (slots[:: self.world.page] // self.world.page).tolist()
         self.held_in_tree = len(found)
         return found
@@ -456,7 +461,8 @@ def test_siblings_share_and_lose_nothing(
     engine = engine_of(setup)
     drafts = setup.drafts or None
     speculation = get_spec().override(
-        speculative_algorithm="NGRAM" if drafts else None, speculative_num_draft_tokens=drafts
+        speculative_algorithm=("EAGLE" if setup.pairs else "NGRAM") if drafts else None,
+        speculative_num_draft_tokens=drafts,
     )
 
     class Machine(GroupMachine):

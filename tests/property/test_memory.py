@@ -28,7 +28,7 @@ from sglang_reasoncache.sharing.request import record_of
 from tests.property.model import Memory, Track, Unit
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Eviction, Pair, Setup, World
 
-QUICK_OPERATIONS = 16_000
+QUICK_OPERATIONS = 19_200
 SETUPS = [
     Setup(page=1, block=2, slots=160),
     Setup(page=1, block=1, slots=128, need_sort=True),
@@ -40,6 +40,8 @@ SETUPS = [
     Setup(page=4, block=2, slots=160, need_sort=True, when="short"),
     Setup(page=16, block=4, slots=480, when="short"),
     Setup(page=1, block=2, slots=140, prompts=True, when="short"),
+    Setup(page=1, block=2, slots=160, pairs=True),
+    Setup(page=4, block=2, slots=200, when="short", pairs=True),
 ]
 #: Seeds of texts. A text (:func:`token_of`) has only the tokens 1 and 2, so prefixes are often equal.
 BITS = st.integers(0, 2**24 - 1)
@@ -151,6 +153,7 @@ class MemoryMachine(RuleBasedStateMachine):
         up_to = req.extend_end
         if len(req.output_ids):
             up_to = min(up_to, len(req.origin_input_ids))
+        up_to = min(up_to, req.extend_end - self.memory.beyond)
         self.memory.publish(track, up_to)
         checkpoint_kv_cache(req, self.world.tree)
         self.memory.repointed(track)
@@ -343,7 +346,7 @@ class MemoryMachine(RuleBasedStateMachine):
             req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
             req.finished_len = len(req.output_ids)
             shared = [block.dst_start for block in track.blocks]
-            up_to = min([len(track.shows), *shared, *track.evicted])
+            up_to = min([len(track.shows) - self.memory.beyond, *shared, *track.evicted])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
             self.seen.append(track.tokens)
@@ -570,15 +573,14 @@ class MemoryMachine(RuleBasedStateMachine):
         for at, beyond in requests:
             self._count()
             path = paths[at % len(paths)]
-            page = self.setup.page
             tokens = [*path.tokens, *tokens_of(at, beyond)]
             salt = path.salt
             req = self.world.request("probe", tokens, salt=salt)
             key = RadixKey(array("q", tokens), cache_salt=salt)
             result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))
-            along = self.memory.root(salt).along(tokens)[page - 1 :: page]
-            held = sum(one in self.memory.tree for one in along)
-            assert result.device_prefix_len == held * page
+            keys = self.memory.keys(self.memory.root(salt).along(tokens))
+            held = sum(key in self.memory.tree for key in keys)
+            assert result.device_prefix_len == held * self.setup.page
 
     @precondition(lambda self: len(self.memory.tree) > 40 and not self.running)
     @rule(flush=st.booleans())

@@ -44,8 +44,9 @@ SETUPS = [
     Setup(page=1, block=3, slots=150, when="short", swap=1 << 15),
     Setup(page=4, block=3, slots=200, when="always", core="rust", swap=1 << 13),
     Setup(page=1, block=3, slots=170, when="short", swap=1 << 14, continues=True),
+    Setup(page=1, block=3, slots=170, core="rust", swap=1 << 14, continues=True, pairs=True),
 ]
-QUICK_OPERATIONS = 6_800
+QUICK_OPERATIONS = 7_650
 #: Requests that run at once, at most. The world's ``ReqToTokenPool`` has a row more, for a preempting request.
 MOST_RUNNING = 4
 #: Tokens of a prefill pass (``--chunked-prefill-size``).

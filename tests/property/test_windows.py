@@ -28,6 +28,8 @@ from tests.server.faulty.waiting_reasoncache import wait_for
 SETUPS = [
     Setup(1, 3, 190, continues=True, swap=1 << 15),
     Setup(4, 3, 260, continues=True, swap=1 << 15),
+    Setup(1, 3, 190, continues=True, swap=1 << 15, pairs=True),
+    Setup(4, 3, 260, continues=True, swap=1 << 15, pairs=True),
     *(
         pytest.param(setup, marks=pytest.mark.long)
         for setup in (
@@ -38,7 +40,7 @@ SETUPS = [
         )
     ),
 ]
-QUICK_OPERATIONS = 480
+QUICK_OPERATIONS = 640
 
 
 class WindowMachine(SchedulingMachine):

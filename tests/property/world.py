@@ -66,7 +66,8 @@ class Setup:
     ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust". ``swap``: bytes of
     host memory for KV of retracted requests. ``continues``: whether what finished requests shared stays
     cached. ``decodes``: this is the decode server of a PD pair. ``drafts``: how many drafted tokens of a
-    request a step verifies; 0 without speculation. ``quotes``: whether responses read their prompts."""
+    request a step verifies; 0 without speculation. ``quotes``: whether responses read their prompts. ``pairs``:
+    whether the tree's keys are pairs of tokens, as they are where EAGLE drafts."""
 
     page: int
     block: int
@@ -80,12 +81,13 @@ class Setup:
     decodes: bool = False
     drafts: int = 0
     quotes: bool = False
+    pairs: bool = False
 
     def __str__(self) -> str:
         flags = ["sorted"] * self.need_sort + ["prompts"] * self.prompts
         flags += ["swap"] * (self.swap > 0) + ["continues"] * self.continues
         flags += ["decodes"] * self.decodes + [f"drafts{self.drafts}"] * (self.drafts > 0)
-        flags += ["quotes"] * self.quotes
+        flags += ["quotes"] * self.quotes + ["pairs"] * self.pairs
         return "-".join([f"page{self.page}", f"block{self.block}", *flags, self.when, self.core])
 
 
@@ -270,6 +272,7 @@ class World:
         params.tree_components = (ComponentType.FULL,)
         self.set_components(params)
         params.tree_core_backend = setup.core
+        params.is_eagle = setup.pairs
         self.tree = SharedRadixCache(params)
         self.cached_at = cached_at = CachedPositions(setup.slots + setup.page, self.device)
         self.ranks = Ranks() if ranks is None else ranks

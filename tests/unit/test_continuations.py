@@ -28,6 +28,7 @@ SETUPS = [
     for page in (1, 4)
     for core in ("python", "rust")
 ]
+SETUPS += [replace(setup, pairs=True) for setup in SETUPS]
 #: The first position that shares.
 FIRST = 8
 PAIRS = Pair(FIRST, 24), Pair(12, 20)
@@ -44,6 +45,12 @@ def finished(world: World, name: str = "r", first: int = PROMPT[0]) -> list[int]
     assert world.controller.pipeline.saved == 8
     world.finish(req)
     return [*req.origin_input_ids, *req.output_ids]
+
+
+def kept(setup: Setup, tokens: list[int]) -> int:
+    """How many of the tokens of a response that finished stay cached: all whole pages but the newest token, and
+    where keys are pairs without the token before it."""
+    return (len(tokens) - 1 - setup.pairs) // setup.page * setup.page
 
 
 def asked(
@@ -73,7 +80,7 @@ def test_a_prompt_that_goes_on_reads_all_of_it(setup: Setup) -> None:
     world = World(setup)
     tokens = finished(world)
     there = world.allocator.continuations
-    written = (len(tokens) - 1) // setup.page * setup.page
+    written = kept(setup, tokens)
     assert len(there) == 1 and there.aliased == 8
     assert world.controller.pipeline.saved == 0, "running requests save nothing"
     assert world.allocator.available_size() + world.tree.evictable_size() == world.total
@@ -88,7 +95,7 @@ def test_a_prompt_that_goes_on_reads_all_of_it(setup: Setup) -> None:
     world.finish(req)
     assert len(there) == 1, "one that nobody else reads is extended"
     again = asked(world, longer)
-    assert again.prefix_len == (len(longer) - 1) // setup.page * setup.page
+    assert again.prefix_len == kept(setup, longer)
     world.assert_empty()
     assert len(world.allocator.continuations) == 0
 
@@ -361,7 +368,7 @@ def test_what_read_its_prompt_stays_cached(setup: Setup) -> None:
     assert (len(there), there.aliased, there.borrowed) == (1, 4, 4 // setup.page)
     assert asked(world, tokens, opted_out=True).prefix_len == 12
     req = asked(world, tokens)
-    assert req.prefix_len == (len(tokens) - 1) // setup.page * setup.page
+    assert req.prefix_len == kept(setup, tokens)
     run(world, req)
     world.controller.after_decode([req])
     # A block that reads what the first turn borrowed, and one that reads the first turn's own slots.
