@@ -77,11 +77,8 @@ class Publishes(EvictsContinuations):
             if self.tree_core.is_eagle and 0 < end < up_to:
                 # Keys are pairs of tokens: that of the last position has the token at ``end``, too, but nothing
                 # of its KV. Without it SGLang would fail if the tree already owned all positions before.
-                if not self.is_mamba_enabled:
-                    end += 1
-                elif end <= req.kv.cache_protected_len:
-                    # A state belongs to a whole number of tokens, so nothing more is published.
-                    end = 0
+                # With state layers SGLang's keys are no pairs.
+                end += 1
             with self._freed.of(self._host_row(req.kv)):
                 super().checkpoint_into_tree(req, up_to=end, **kwargs)
         if continues and not self.is_mamba_enabled:
