@@ -297,7 +297,7 @@ def test_refusals_name_the_fault() -> None:
         "reasoncache:preset=random": "the name is the preset",
         "reasoncache:block=0": "--reasoncache-block must be between 1 and 1024, got 0",
         "reasoncache:use_structure=maybe": "true or false",
-        "dense:block=8": "dense takes each of clip, conservativeness, kv at most once, got 'block=8'",
+        "dense:block=8": "dense takes each of clip, conservativeness, kv, reserved at most once, got 'block=8'",
         "dense:clip=8:clip=9": "at most once, got 'clip=9'",
         "dense:clip=0": "clip must be an integer of at least 1, got '0'",
         "dense:conservativeness=0": "conservativeness must be above 0, got '0'",
