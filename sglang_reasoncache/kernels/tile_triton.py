@@ -140,7 +140,7 @@ def visible(word, new):
 
 @triton.jit
 def first_seen(word, count, NEW: tl.constexpr, reach):
-    """The first entry that each query of a row sees, int64 ``[queries]``, if it sees ``reach`` positions, and
+    """The first entry that each query of a row sees, int32 ``[queries]``, if it sees ``reach`` positions, and
     the row's ``count`` entries are those of ``verification.window_entries``. ``word``: see :func:`visible`."""
     # How many new entries the query sees, itself included: the bits of its word.
     seen = word - ((word >> 1) & 0x5555555555555555)
@@ -150,7 +150,7 @@ def first_seen(word, count, NEW: tl.constexpr, reach):
     seen += seen >> 16
     seen += seen >> 32
     short = tl.maximum(reach + NEW - 1 - count, 0)
-    return tl.maximum((seen & 0x7F) - 1 - short, 0)
+    return tl.maximum((seen & 0x7F).to(tl.int32) - 1 - short, 0)
 
 
 @triton.jit

@@ -115,15 +115,20 @@ def resources_of(compiled: Any) -> Resources:
 
 
 def _decode(
-    heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False, new: int = 1
+    heads: str,
+    dtype: torch.dtype,
+    kind: str,
+    interleaved: bool = False,
+    new: int = 1,
+    window: bool = False,
 ) -> _Kernel:
     """``heads``: query/KV x dim. ``kind`` of plan: "merged" (rotations), "shifted" (shifts), "own" (none).
-    ``new``: queries a row."""
+    ``new``: queries a row. ``window``: these see a window each."""
     query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
     pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
     query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=dim, is_neox=not interleaved)
-    return _decode_of(query, pool, pool, rotation, kind, new)
+    return _decode_of(query, pool, pool, rotation, kind, new, window)
 
 
 def _partial(kind: str) -> _Kernel:
@@ -135,7 +140,13 @@ def _partial(kind: str) -> _Kernel:
 
 
 def _decode_of(
-    query: Any, keys: Any, values: Any, rotation: Any, kind: str, new: int = 1
+    query: Any,
+    keys: Any,
+    values: Any,
+    rotation: Any,
+    kind: str,
+    new: int = 1,
+    window: bool = False,
 ) -> _Kernel:
     constants = functools.partial(
         decode_triton.constants,
@@ -144,6 +155,7 @@ def _decode_of(
         rotates=kind == "merged",
         latent=query.shape[2] != keys.shape[2],
         new=new,
+        window=window,
     )
     stored = _stored(keys.dtype)
     return decode_triton.chunk_kernel, constants, dict(keys=stored, values=stored, out="bf16")
@@ -243,6 +255,18 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, 8 new, bf16 28/4x128": (
         _decode("28/4x128", BF16, "merged", new=8),
         (176, 0, 83480),
+    ),
+    "decode, own, 4 new, windows, bf16 64/8x64": (
+        _decode("64/8x64", BF16, "own", new=4, window=True),
+        (104, 0, 41984),
+    ),
+    "decode, shifted, 4 new, windows, bf16 32/16x128": (
+        _decode("32/16x128", BF16, "shifted", new=4, window=True),
+        (255, 24, 76800),
+    ),
+    "decode, shifted, 4 new, windows, bf16 8/4x256": (
+        _decode("8/4x256", BF16, "shifted", new=4, window=True),
+        (255, 128, 84992),
     ),
     "decode, merged, 2 new, bf16 128x512+64": (latent(128, BF16, "merged", 2), (255, 0, 160404)),
     "decode, merged, 4 new, bf16 8x512+64": (latent(8, BF16, "merged", 4), (255, 8, 119316)),

@@ -281,6 +281,7 @@ class Rig:
         found = []
         query = iter(self.query.split(batch.extend_seq_lens.tolist()))
         masks = iter(self._drafts_hidden(batch))
+        positions = iter(batch.positions.split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             at = torch.arange(end)
@@ -300,6 +301,8 @@ class Rig:
                 hidden = next(masks)
             if layer and self.window:
                 decode = batch.forward_mode.is_decode()
+                # In a tree a drafted token's own position is not that of its slot.
+                own = next(positions)[:, None]
                 hidden |= at < own - self.window + (self.unread if decode else 0)
             out, _ = dense(q, k, values[slots], self.scale, hidden=hidden, cap=logit_cap)
             found.append(out)

@@ -517,9 +517,8 @@ class VerifyingGraph:
     """Stands in for a graph that verifies drafted tokens of three requests. It is captured once with other
     rows, and a replay repeats only the calls that the capture recorded."""
 
-    def __init__(self, rig: Rig, backend: Any, count: int) -> None:
+    def __init__(self, backend: Any, count: int) -> None:
         self._backend = backend
-        self._layer = rig.layer
         backend.init_cuda_graph_state(3, 3 * count)
         fill = 1
         ints = functools.partial(torch.zeros, dtype=torch.int64)
@@ -540,7 +539,7 @@ class VerifyingGraph:
         backend.init_forward_metadata_out_graph(self._captured, in_capture=True)
         _set_capture_attention_variant(None)
         paged = backend.paged
-        self._state = paged.rows, paged._sees
+        self._state = paged.rows, paged.windows, paged._sees
 
     def init_forward_metadata(self, batch: Any) -> None:
         assert self._backend.choose_graph(batch) == SHIFTED
@@ -552,38 +551,45 @@ class VerifyingGraph:
         view = dataclasses.replace(batch, batch_size=3, **self._sides)
         self._backend.init_forward_metadata_out_graph(view)
 
-    def forward_extend(self, q: Any, k: Any, v: Any, _layer: Any, _batch: Any) -> Any:
+    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, _batch: Any) -> Any:
         paged = self._backend.paged
-        paged.rows, paged._sees = self._state
+        paged.rows, paged.windows, paged._sees = self._state
         self._backend.init_forward_metadata_in_graph(self._captured)
         padded = []
         for side in (q, k, v):
             whole = side.new_zeros((len(self._sides["positions"]), *side.shape[1:]))
             whole[: len(side)] = side
             padded.append(whole)
-        return self._backend.forward_extend(*padded, self._layer, self._captured)[: len(q)]
+        return self._backend.forward_extend(*padded, layer, self._captured)[: len(q)]
 
 
 @under_interpreter
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("kind", ["plain", "latent"])
+@pytest.mark.parametrize("kind", ["plain", "latent", "window", "window pool"])
 def test_drafted_tokens_read_shifted_slots(kind: str) -> None:
     """Verified outside of graphs and in a graph: chains and trees, which change from replay to replay, as rows,
-    lengths and the number of requests do. Nothing waits for the device."""
+    lengths and the number of requests do. Nothing waits for the device. A layer with a window sees other
+    positions for each drafted token."""
     rig = Rig(shifted=0.4, lengths=[5, 19, 70], heads=2, kv_heads=1, **KINDS[kind])
+    rig.runner.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+    rig.runner.server_args.speculative_num_draft_tokens = 4
     backend = on_stand_in(rig)
-    check_drafts(rig, backend, CHAIN, topk=1)
-    check_drafts(rig, backend, TREE)
-    if kind == "plain":
-        check_drafts(rig, backend, CHAIN, topk=1, runner=Padded(backend))
-    graph = VerifyingGraph(rig, backend, 4)
-    check_drafts(rig, backend, TREE, runner=graph)
-    rig.lengths = [5, 12, 33]
-    check_drafts(rig, backend, CHAIN, runner=graph)
-    rig.row_of = rig.row_of[1:]
-    rig.lengths = [18, 60]
-    check_drafts(rig, backend, TREE, runner=graph)
-    check_drafts(rig, backend, CHAIN, topk=1, runner=graph)
+    graph = VerifyingGraph(backend, 4)
+    whole = rig.row_of, rig.lengths
+    for layer in rig.layers:
+        rig.layer = layer
+        rig.row_of, rig.lengths = whole
+        check_drafts(rig, backend, CHAIN, topk=1)
+        check_drafts(rig, backend, TREE)
+        if kind == "plain":
+            check_drafts(rig, backend, CHAIN, topk=1, runner=Padded(backend))
+        check_drafts(rig, backend, TREE, runner=graph)
+        rig.lengths = [5, 12, 33]
+        check_drafts(rig, backend, CHAIN, runner=graph)
+        rig.row_of = rig.row_of[1:]
+        rig.lengths = [18, 60]
+        check_drafts(rig, backend, TREE, runner=graph)
+        check_drafts(rig, backend, CHAIN, topk=1, runner=graph)
 
 
 @pytest.fixture
