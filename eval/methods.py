@@ -101,8 +101,8 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
             return Method(spec, stock=_stock_settings(name, rest))
         parts = rest.split(",") if colon else []
         stock = [part for part in parts if part.partition("=")[0] in _FLAGS]
-        ours = ",".join(part for part in parts if part not in stock)
-        settings = parse_settings(ours) if ours or (not stock and colon) else {}
+        ours = [part for part in parts if part not in stock]
+        settings = parse_settings(",".join(ours)) if ours else {}
         if "preset" in settings:
             raise ValueError("the name is the preset")
         values = {"preset": name, **(defaults or {}), **settings}

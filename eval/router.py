@@ -14,8 +14,14 @@ import httpx
 from eval.serving import ServerError, free_port, kill_when_we_die
 
 #: A request may wait for slots for long, and the router would take the server for broken and ask it again.
-_PATIENT = (*("--request-timeout-secs", "86400", "--disable-circuit-breaker", "--disable-retries"),)
+_PATIENT = ("--request-timeout-secs", "86400", "--disable-circuit-breaker", "--disable-retries")
 _START_TIMEOUT_S = 120.0
+
+
+def of_pair(prefill_url: str, bootstrap_port: str, decode_url: str) -> tuple[str, ...]:
+    """The arguments of a :class:`Router` in front of a PD pair."""
+    prefill = ("--prefill", prefill_url, bootstrap_port)
+    return ("--pd-disaggregation", *prefill, "--decode", decode_url)
 
 
 class Router:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from eval.router import Router
+from eval.router import Router, of_pair
 from eval.serving import ServerProcess, free_port
 
 #: Flags of every decode server.
@@ -13,8 +13,7 @@ DECODES = ("--disaggregation-mode", "decode")
 
 
 class Prefills:
-    """The stock prefill server of a run. ``logs``: folder of its log; ``flags``: further
-    flags."""
+    """The stock prefill server of a run. ``logs``: folder of its log; ``flags``: further flags."""
 
     def __init__(
         self,
@@ -43,6 +42,5 @@ class Prefills:
     def route(self, decode: ServerProcess) -> Router:
         """A running router that sends each request to the prefill server and to ``decode``. Raises ServerError
         if it does not start."""
-        prefill = ("--prefill", self.process.url, self._bootstrap)
-        words = ("--pd-disaggregation", *prefill, "--decode", decode.url)
+        words = of_pair(self.process.url, self._bootstrap, decode.url)
         return Router(words, self._logs / f"router-of-{decode.log_path.name}")

@@ -51,9 +51,9 @@ def sees_of(batch: ForwardBatch, count: int) -> Tensor:
 
 
 def window_entries(reach: int, count: int) -> int:
-    """How many of a row's last positions the plan of layers that see ``reach`` positions has for ``count``
-    drafted tokens (0: a decode step): all that the first of them sees, and those behind it."""
-    return reach + count - 1 if reach and count else reach
+    """How many of a row's last positions the plan of layers that see ``reach`` positions (0: all) has for
+    ``count`` drafted tokens: all that the first of them sees, and those behind it."""
+    return reach + count - 1 if reach else 0
 
 
 def one_by_one(plan: RowPlan, sees: Tensor, reach: int = 0) -> RowPlan:

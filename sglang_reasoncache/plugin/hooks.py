@@ -18,6 +18,7 @@ from sglang_reasoncache.plugin import routes
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
+    from sglang_reasoncache.plugin.disaggregation import PreallocAdmission
     from sglang_reasoncache.plugin.server import ServerParts
     from sglang_reasoncache.plugin.unshared import Unshared
 
@@ -229,8 +230,7 @@ def _admission(method: str) -> Callable[..., Any]:
     ``PreallocAdmission``. Elsewhere SGLang's is called as it is."""
 
     def hooked(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        parts = _unshared or _server
-        admission = None if parts is None else parts.admission
+        admission = _prealloc_admission()
         if admission is None:
             return stock(*args, **kwargs)
         return getattr(admission, method)(stock, *args, **kwargs)
@@ -240,9 +240,15 @@ def _admission(method: str) -> Callable[..., Any]:
 
 def _after_decode_queue(_result: None, scheduler: Any) -> None:
     """Let requests of the decode server of a PD pair run whose prompts have arrived."""
+    admission = _prealloc_admission()
+    if admission is not None:
+        admission.after_queue(scheduler)
+
+
+def _prealloc_admission() -> PreallocAdmission | None:
+    """What decides on the decode server of a PD pair. None on other servers."""
     parts = _unshared or _server
-    if parts is not None and parts.admission is not None:
-        parts.admission.after_queue(scheduler)
+    return None if parts is None else parts.admission
 
 
 def _after_prefill(

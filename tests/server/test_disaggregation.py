@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from eval.router import Router
+from eval.router import Router, of_pair
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.handing_over.handing_over_reasoncache import FAILING, FOLDER
@@ -155,8 +155,7 @@ def test_decode_servers_of_other_models_share(
 
 def routing(pair: Pair, log: Path) -> Router:
     """SGLang's router in front of a pair."""
-    prefill = ("--prefill", pair.prefill.url, str(specs.BOOTSTRAP_PORT))
-    return Router(("--pd-disaggregation", *prefill, "--decode", pair.decode.url), log)
+    return Router(of_pair(pair.prefill.url, str(specs.BOOTSTRAP_PORT), pair.decode.url), log)
 
 
 @pytest.mark.parametrize("spec", [specs.MOONCAKE_DECODES, specs.MOONCAKE_DECODES_CACHED])

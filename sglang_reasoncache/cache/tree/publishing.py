@@ -189,10 +189,10 @@ class Publishes(EvictsContinuations):
             lock.reads_ending = False
             self._continuations.unread(lock.parts)
 
-    def evict_sliding_windows(self, req: Request, pre_len: int, **named: Any) -> None:
+    def evict_sliding_windows(self, req: Request, *where: Any, **named: Any) -> None:
         """Free what the request's window has passed, and leave the window evictable with which it began behind
         a continuation, once the request has freed a slot of its own."""
-        super().evict_sliding_windows(req, pre_len, **named)
+        super().evict_sliding_windows(req, *where, **named)
         prefix = req.last_node
         if isinstance(prefix, Continued) and self._freed_of_window(req) > prefix.length:
             self._release_ending(req)
