@@ -157,7 +157,8 @@ class ReasonCacheConfig:
         "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
         "the ranks. On a GPU the memory is pinned, and PyTorch may keep as much again of it for later copies. "
         "Has no effect, and the log says why, with latent attention whose prefills SGLang's kernels run, a "
-        "window pool of a few windows, a host tier, a policy that evicts, or on a decode server of a PD pair.",
+        "window pool of a few windows, a host tier, or a policy that evicts. On a decode server of a PD pair: "
+        "the memory for requests that SGLang's host pool for retractions has no room for.",
         bounds=(0, 1_000_000),
     )
     aliased_nodes: bool = _setting(

@@ -25,23 +25,27 @@ class Copied(NamedTuple):
 
     Attributes:
         cached_at: The position that each key was rotated for, int32 ``[positions]`` in host memory.
-        first_shared: The lowest position that was ever redirected. From there on the KV is approximate.
+        first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
+            all is exact.
         drafts: The KV of each draft model, if SGLang's copy does not have it: its copies as tensors do not.
     """
 
     cached_at: torch.Tensor
-    first_shared: int
+    first_shared: int | None
     drafts: list[Any]
 
 
 class Handover:
-    """Records the cached positions of requests that this server does not prefill.
+    """Records the cached positions of requests that this server does not prefill, and counts the copies that
+    take the place of SGLang's where its host pool has no room for them.
 
     Args:
         rows: SGLang's pool of rows.
         cached_at: The cached positions of all slots.
         stream: See :meth:`CachedPositions.record`.
         draft_pools: The pools of draft models, whose KV is in slots of the same numbers.
+        room: Most positions that these copies may have. All ranks have the same.
+        slot_bytes: Most bytes of host memory that a position takes.
     """
 
     def __init__(
@@ -50,22 +54,53 @@ class Handover:
         cached_at: CachedPositions,
         stream: Any,
         draft_pools: Sequence[KVPool] = (),
+        room: int = 0,
+        slot_bytes: int = 0,
     ) -> None:
         self._rows = rows
         self._cached_at = cached_at
         self._stream = stream
         self._draft_pools = draft_pools
+        self._most = room
+        self._slot_bytes = slot_bytes
+        # Positions of each copy, by the identity of its tensors.
+        self._copies: dict[int, int] = {}
+
+    @property
+    def room(self) -> int:
+        """How many positions may be copied now."""
+        return max(self._most - sum(self._copies.values()), 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that the copies take at most."""
+        return sum(self._copies.values()) * self._slot_bytes
+
+    def copied(self, backup: Any, positions: int) -> None:
+        """SGLang copied ``positions`` of a request that is being retracted, as tensors."""
+        self._copies[id(backup.cpu_tensors)] = positions
+
+    def dropped(self, backup: Any) -> None:
+        """The copy was loaded, or its request ended."""
+        self._copies.pop(id(backup.cpu_tensors), None)
+
+    def counts(self, req: Request) -> bool:
+        """Whether SGLang's copy of ``req``, which is being retracted, is one of these."""
+        backup = req.kv.retraction_backup
+        return backup is not None and id(backup.cpu_tensors) in self._copies
 
     def retracted(self, req: Request, row: HostRow) -> None:
         """Note what SGLang's copy of ``req`` lacks. Called when the row is freed, before a forward rewrites it.
         ``row``: our copy of the row. SGLang makes no copy if a prefill server is to compute the KV again."""
         copied = None
-        if row.first_shared is not None and req.kv.retraction_backup is not None:
+        backup = req.kv.retraction_backup
+        lacks_drafts = backup is not None and backup.cpu_tensors is not None and self._draft_pools
+        if backup is not None and (row.first_shared is not None or lacks_drafts):
             # SGLang copies all positions whose KV is computed: all but that of the last token.
             end = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
             slots = self._slots(req, 0, end)
-            in_tensors = req.kv.retraction_backup.cpu_tensors is not None
-            drafts = [pool.get_cpu_copy(slots) for pool in self._draft_pools if in_tensors]
+            pools = self._draft_pools if lacks_drafts else ()
+            drafts = [pool.get_cpu_copy(slots) for pool in pools]
             copied = Copied(self._cached_at.positions[slots].cpu(), row.first_shared, drafts)
         setattr(req, COPIED, copied)
 

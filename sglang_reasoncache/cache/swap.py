@@ -230,9 +230,7 @@ class HostSwap:
     def _size(self, what: str, copy: Callable[[], Any]) -> int:
         """Most bytes on the host for one ``what``, which is copied to find out, once."""
         if what not in self._sizes:
-            copied = copy()
-            # Pinned copies take up to twice as much (:func:`_bytes_of`).
-            self._sizes[what] = _bytes_of(copied) * (2 if _is_pinned(copied) else 1)
+            self._sizes[what] = most_bytes_of(copy())
         return self._sizes[what]
 
     def _copies(self, allocator: Any, slots: torch.Tensor) -> list[Any]:
@@ -330,6 +328,12 @@ def _tensors_of(copies: Any) -> Iterator[torch.Tensor]:
 
 def _is_pinned(copies: Any) -> bool:
     return any(tensor.nbytes > 0 and tensor.is_pinned() for tensor in _tensors_of(copies))
+
+
+def most_bytes_of(copies: Any) -> int:
+    """Most host memory that such copies take as parts of larger ones."""
+    # Pinned copies take up to twice as much.
+    return _bytes_of(copies) * (2 if _is_pinned(copies) else 1)
 
 
 def _bytes_of(copies: Any) -> int:

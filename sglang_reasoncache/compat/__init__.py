@@ -333,18 +333,35 @@ def check_version(allow_untested: bool) -> None:
 
 def apply_hooks(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
     """Install the missing hooks. ``hooks``: path of SGLang's function -> our hook and its ``HookType``."""
-    registry = resolve("HookRegistry")
     for target, (function, kind) in hooks.items():
-        if target not in registry._patched:
-            registry.register(target, function, kind)
-    registry.apply_hooks()
+        if not _has_ours(target):
+            register_hook(target, function, kind)
+    resolve("HookRegistry").apply_hooks()
     check_applied(hooks)
+
+
+def register_hook(target: str, function: Callable[..., Any], kind: Any) -> None:
+    """Register a hook, which ``HookRegistry.apply_hooks`` applies. Arguments as in :func:`apply_hooks`.
+
+    SGLang applies hooks to a function once, and leaves out later ones without a word. If it has applied another
+    plugin's hooks, they are part of the function now, and ours go around them."""
+    registry = resolve("HookRegistry")
+    if target in registry._patched and not _has_ours(target):
+        registry._hooks[target].clear()
+        registry._patched.discard(target)
+    registry.register(target, function, kind)
+
+
+def _has_ours(target: str) -> bool:
+    """Whether we registered a hook for ``target``."""
+    hooks = resolve("HookRegistry")._hooks.get(target, ())
+    return any(function.__module__.startswith("sglang_reasoncache") for _, function, _ in hooks)
 
 
 def check_applied(targets: Iterable[str]) -> None:
     """Raises RuntimeError if SGLang could not apply a hook. SGLang itself only logs such a failure."""
     patched = resolve("HookRegistry")._patched
-    missing = [target for target in targets if target not in patched]
+    missing = [target for target in targets if target not in patched or not _has_ours(target)]
     if missing:
         names = ", ".join(missing)
         raise RuntimeError(f"sglang-reasoncache: SGLang did not apply the hooks {names}")

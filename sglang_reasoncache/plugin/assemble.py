@@ -110,6 +110,7 @@ def assemble(
         eviction=eviction,
         continuations=lambda: allocator.continuations,
         swap=swap,
+        handover=handover,
         selection=selection,
         metrics=metrics,
         uncorrected=resolved.uncorrected,

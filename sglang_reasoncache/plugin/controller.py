@@ -194,7 +194,9 @@ class Controller:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
             if not req.finished():
-                self.stats.requests_swapped += swapped_of(req) is not None
+                handover = self.report.handover
+                by_handover = handover is not None and handover.counts(req)
+                self.stats.requests_swapped += by_handover or swapped_of(req) is not None
                 self.records.retracted(req, row)
             else:
                 record = record_of(req)

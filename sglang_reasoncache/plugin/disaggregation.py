@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import MOST_AT_ONCE
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED, Promise
 from sglang_reasoncache.compat.types import PreallocQueue
 
@@ -48,6 +49,8 @@ class PreallocAdmission:
         self._prompt: int | None = None
         # The operator's --num-reserved-decode-tokens. None until SGLang asks first.
         self._most: int | None = None
+        # Passes in which ``after_queue`` might have asked for arrived prompts, as SGLang counts its own.
+        self._passes = 0
 
     def around_budget(
         self,
@@ -61,18 +64,23 @@ class PreallocAdmission:
     ) -> int:
         """How many slots SGLang may give to requests: those it has, minus a reserve for output. The reserve is
         the learned one (``sharing/headroom.py``), at most SGLang's, and slots of the ledger count for it. So
-        the result never exceeds the slots that are free or evictable."""
+        the result never exceeds the slots that are free or evictable. By as much as SGLang would reserve more,
+        requests may have to be retracted later: new ones are admitted only if there is room for the copies."""
         retractable_tokens = _without_saved(queue, retractable_tokens)
         self._surplus = 0
         # SGLang asks with ``count_retracted`` for new requests, without for those that come back.
         if queue.queue if count_retracted else queue.retracted_queue:
             promise = self._promised(queue)
-            learned = queue._active_reserved_tokens(extra_reserved_reqs=extra_reserved_reqs)
-            reserved_tokens = max(learned - promise.shareable, 0)
+            active = queue._active_req_count(extra_reserved_reqs)
+            kept = queue.num_reserved_decode_tokens * active
+            room = _room_for_copies(queue) if count_retracted else None
+            if room is not None and self._most is not None:
+                kept = max(kept, self._most * active - room)
+            reserved_tokens = max(kept - promise.shareable, 0)
             # SGLang reserves at least this, so that the longest running request can always finish. It is below
             # 0 where the tokens of the other requests are more than enough.
             least = max(queue._need_space_for_single_req(retractable_tokens), 0)
-            self._surplus = max(promise.shareable - max(learned - least, 0), 0)
+            self._surplus = max(promise.shareable - max(kept - least, 0), 0)
         return stock(
             queue,
             retractable_tokens=retractable_tokens,
@@ -146,23 +154,31 @@ class PreallocAdmission:
 
     def after_queue(self, scheduler: Any) -> None:
         """Let requests run whose prompts have arrived. While a retracted request waits, SGLang admits no other,
-        as it should, but does not ask for these either: they would hold slots and decode nothing. All ranks
-        call this together, and their queues are equal."""
+        as it should, but does not ask for these either: they would hold slots and decode nothing. If nothing
+        runs and more were admitted than SGLang would admit, it would wait for ever. All ranks call this
+        together, and their queues are equal."""
         queue = scheduler.disagg_decode_prealloc_queue
-        if queue.retracted_queue and self._promised(queue) is not NOTHING_PROMISED:
+        if not queue.retracted_queue:
+            return
+        idle = not scheduler.running_batch.reqs and not scheduler.waiting_queue
+        if idle or self._promised(queue) is not NOTHING_PROMISED:
+            interval = compat.get_disagg().disaggregation_decode_polling_interval
+            self._passes = (self._passes + 1) % interval
+            if self._passes:
+                return
             arrived = scheduler.disagg_decode_transfer_queue.pop_transferred()
             scheduler.waiting_queue.extend(arrived)
 
     def _promised(self, queue: PreallocQueue) -> Promise:
         """What admission may count on, asked once after each decode step; sets SGLang's reserve for the output
-        of a request to it. Nothing while a retraction could end a request, because SGLang then has no room for
-        a copy of it, and where SGLang's own reserve is all that keeps slots in the window pool."""
+        of a request to it. Nothing where SGLang ends each request that it retracts, and where SGLang's own
+        reserve is all that keeps slots in the window pool."""
         if self._most is None:
             self._most = queue.num_reserved_decode_tokens
         if self._promised_at != self._controller.steps:
             self._promised_at = self._controller.steps
             self._promise = self._controller.promise()
-        can = _has_room_for_copies(queue) and not _overlooks_windows(queue)
+        can = _retracts(queue) and not _overlooks_windows(queue)
         promise = self._promise if can else NOTHING_PROMISED
         # SGLang also reads it for requests that come back, and for the room that it keeps for these.
         queue.num_reserved_decode_tokens = math.ceil(promise.reserved(self._most, 1))
@@ -188,21 +204,26 @@ def _overlooks_windows(queue: PreallocQueue) -> bool:
     )
 
 
-def _has_room_for_copies(queue: PreallocQueue) -> bool:
-    """Whether SGLang can copy retracted requests to the host. Its host pool is small, and when it is full a
-    retraction ends a request: half of it is left to retractions that nobody planned."""
+def _retracts(queue: PreallocQueue) -> bool:
+    """Whether SGLang can copy a request that it retracts. If not, it ends the request."""
     backup = compat.get_disagg().disaggregation_decode_retraction_backup
-    if backup != "host_pool":
-        pool = queue.token_to_kv_pool_allocator.get_kvcache()
-        # SGLang makes no such copy of other pools.
-        copies = isinstance(
-            pool,
-            compat.MHATokenToKVPool
-            | compat.MLATokenToKVPool
-            | compat.HybridLinearKVPool
-            | compat.SWAKVPool,
-        )
-        return backup == "cpu_tensor" and copies
-    # Windows have a host pool of their own.
+    # It makes no tensors of other pools.
+    in_tensors = isinstance(
+        queue.token_to_kv_pool_allocator.get_kvcache(),
+        compat.MHATokenToKVPool
+        | compat.MLATokenToKVPool
+        | compat.HybridLinearKVPool
+        | compat.SWAKVPool,
+    )
+    return backup == "host_pool" or (backup == "cpu_tensor" and in_tensors)
+
+
+def _room_for_copies(queue: PreallocQueue) -> int | None:
+    """How many positions of retracted requests can be copied to the host now. None: as many as there may be."""
+    if compat.get_disagg().disaggregation_decode_retraction_backup != "host_pool":
+        return None
+    # Windows have a host pool of their own. SGLang's own allocator has no handover.
     pools = [entry.host_pool for entry in queue.tree_cache.host_pool_group.entry_map.values()]
-    return all(2 * pool.available_size() >= pool.logical_size for pool in pools)
+    handover: Handover | None = getattr(queue.token_to_kv_pool_allocator, "handover", None)
+    beyond = 0 if handover is None else handover.room
+    return min(pool.available_size() for pool in pools) + beyond

@@ -57,7 +57,9 @@ def _after_forward_batch(
         result.rids = _marked(backend, batch, result.rids)
         if result.seq_lens_cpu is None:
             # With speculation only the device may know how many tokens were accepted.
-            result.rids.slots = sum(req.kv.kv_allocated_len for req in batch.reqs)
+            slots = [req.kv.kv_allocated_len for req in batch.reqs]
+            # A request that ended since the batch was made is still read, as far as nobody knows here.
+            result.rids.slots = sum(slots) if all(slots) else None
 
 
 def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:

@@ -47,7 +47,7 @@ def install() -> None:
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
     hooks |= {"decode_queue": _after_decode_queue}
     for name, hook in hooks.items():
-        compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
+        compat.register_hook(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     around: dict[str, Callable[..., Any]] = {
         "internal_state": _around_internal_state,
         "pause": _around_pause,
@@ -57,7 +57,7 @@ def install() -> None:
         "prealloc_fits": _admission("around_fits"),
     }
     for name, hook in around.items():
-        compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AROUND)
+        compat.register_hook(compat.HOOK_TARGETS[name], hook, compat.HookType.AROUND)
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_around_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.OUR_BACKENDS:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_reasoncache.cache.continuations import Continuations
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.carriers import CONTINUED
@@ -109,6 +110,7 @@ class Report:
     Attributes:
         continuations: Returns the part of the prefix cache whose nodes alias.
         swap: Keeps the KV of retracted requests on the host. None if it is computed again.
+        handover: Counts such copies on the decode server of a PD pair. None on other servers.
         selection: Selects what decode steps read. None if they read everything.
         metrics: Prometheus series. None without ``--enable-metrics``.
         uncorrected: Why nothing is shared although the operator asked for it. Else None.
@@ -126,6 +128,7 @@ class Report:
     eviction: EvictionController
     continuations: Callable[[], Continuations]
     swap: HostSwap | None = None
+    handover: Handover | None = None
     selection: PageSelection | None = None
     metrics: SharingMetrics | None = None
     uncorrected: str | None = None
@@ -151,7 +154,9 @@ class Report:
             "slots_shareable_now": self.pipeline.ledger.slots,
             "slots_saved_across_now": self.pipeline.across,
             "positions_evicted_now": self.eviction.positions_now,
-            "host_swap_bytes_now": 0 if self.swap is None else self.swap.num_bytes,
+            "host_swap_bytes_now": sum(
+                holder.num_bytes for holder in (self.swap, self.handover) if holder is not None
+            ),
         }
 
     def request_finished(

@@ -9,16 +9,19 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.handover import Handover
-from sglang_reasoncache.cache.swap import HostSwap
+from sglang_reasoncache.cache.swap import HostSwap, most_bytes_of
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import (
     KVPool,
     ModelRunner,
+    ReqToTokenPool,
     ServerArgs,
     SlotAllocator,
     TreeCacheBuildContext,
@@ -183,11 +186,20 @@ class ServerParts:
         KV is copied, too."""
         config = resolved.config
         limit = config.host_swap_gb
-        if limit == 0 or not resolved.learns:
+        # On a decode server see :meth:`_handover`.
+        if limit == 0 or not resolved.learns or _decodes_only(args):
             return None
         drafts = {
             "a draft model's KV was not found": refusals.has_draft_model(args)
             and not self._draft_pools
+        }
+        ahead = {
+            "a step in flight takes the only state further than the tokens that are known": (
+                tree.is_mamba_enabled
+                and not tree.enable_mamba_extra_buffer
+                and compat.speculation(args) is not None
+                and not compat.get_schedule().disable_overlap_schedule
+            )
         }
         least = tree.least_window_pool
         small = {
@@ -198,6 +210,7 @@ class ServerParts:
         reason = (
             _has_host_tier(tree)
             or _first(drafts)
+            or _first(ahead)
             or _needs_more_than_kv(tree, config, args, keeps_endings=True)
             or _first(small)
             or self._reads_as_cached(config)
@@ -206,15 +219,35 @@ class ServerParts:
             level = logging.INFO if limit is None else logging.WARNING
             logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)
             return None
-        if limit is None:
-            size = int(_DEFAULT_SWAP * free_host_memory()) // schedulers_per_node(args)
-        else:
-            size = int(limit * 2**30)
-        logger.info(
-            "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
-        )
         cached = self._cached if config.positions == "corrected" else None
-        return HostSwap(size, cached, self._draft_pools)
+        return HostSwap(_host_limit(config, args), cached, self._draft_pools)
+
+    def _handover(
+        self,
+        rows: ReqToTokenPool,
+        config: ReasonCacheConfig,
+        args: ServerArgs,
+        stream: Any,
+        ranks: Ranks,
+    ) -> Handover | None:
+        """What the decode server of a PD pair has for KV that it does not compute. None on other servers."""
+        if not _decodes_only(args):
+            return None
+        backup = compat.get_disagg().disaggregation_decode_retraction_backup
+        room = size = 0
+        if backup == "host_pool":
+            pools = [self.allocator.shared_pool, *self._draft_pools]
+            if self.allocator.has_window_pool:
+                pools.append(self.allocator.window_pool)
+            padding = torch.zeros(1, dtype=torch.int64, device=self._cached.positions.device)
+            size = sum(most_bytes_of(pool.get_cpu_copy(padding)) for pool in pools)
+            # All ranks copy the same requests.
+            room = ranks.least(_host_limit(config, args) // size)
+        elif config.host_swap_gb is not None:
+            logger.warning(
+                "reasoncache: host_swap_gb has no effect with the retraction backup %s", backup
+            )
+        return Handover(rows, self._cached, stream, self._draft_pools, room, size)
 
     def _continues(
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
@@ -309,11 +342,7 @@ class ServerParts:
             swap=swap,
             selection=self._attention.selection,
             continues=continues,
-            handover=(
-                Handover(params.req_to_token_pool, self._cached, forwards, self._draft_pools)
-                if _decodes_only(args)
-                else None
-            ),
+            handover=self._handover(params.req_to_token_pool, config, args, forwards, ranks),
             stream=source.stream,
             markers=markers,
             metrics=metrics_of(context),
@@ -383,6 +412,16 @@ def _may_read_prompts(context: TreeCacheBuildContext) -> bool:
     if reason is not None:
         logger.warning("reasoncache: reads_prompt has no effect: %s", reason)
     return reason is None
+
+
+def _host_limit(config: ReasonCacheConfig, args: ServerArgs) -> int:
+    """Most bytes of host memory for retracted requests, of this rank."""
+    if config.host_swap_gb is None:
+        limit = int(_DEFAULT_SWAP * free_host_memory()) // schedulers_per_node(args)
+    else:
+        limit = int(config.host_swap_gb * 2**30)
+    logger.info("reasoncache: up to %.2f GiB of host memory for retracted requests", limit / 2**30)
+    return limit
 
 
 def _decodes_only(args: ServerArgs) -> bool:

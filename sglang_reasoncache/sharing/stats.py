@@ -48,7 +48,7 @@ class SharingStats:
     finished_redirected: int = 0
     finished_evicted: int = 0
     blocks_reapplied: int = 0
-    requests_swapped: int = counter("Retracted requests whose KV was copied to the host.")
+    requests_swapped: int = counter("Retracted requests whose KV the plugin copied to the host.")
     tokens_swapped_back: int = counter(
         "Tokens whose KV came back from the host, not computed again."
     )

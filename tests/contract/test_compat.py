@@ -9,6 +9,9 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
+import types as python_types
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -358,3 +361,26 @@ def test_every_api_hands_on_its_http_request() -> None:
     for place, call in calls.items():
         handed = [ast.unparse(each) for each in call.args[1:]]
         assert handed in (["request"], ["raw_request"]), place
+
+
+def test_hooks_of_other_plugins_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang applies hooks to a function once, and leaves out what is registered later without a word."""
+    registry = compat.HookRegistry
+    module = python_types.ModuleType("hooked_by_two")
+    module.say = lambda: ["stock"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(registry, "_patched", set())
+    monkeypatch.setattr(registry, "_hooks", defaultdict(list))
+    target = f"{module.__name__}.say"
+
+    def ours(result: list[str]) -> list[str]:
+        return [*result, "ours"]
+
+    registry.register(target, lambda result: [*result, "theirs"], compat.HookType.AFTER)
+    registry.apply_hooks()
+    with pytest.raises(RuntimeError, match="did not apply"):
+        compat.check_applied([target])
+    monkeypatch.setattr(ours, "__module__", compat.__name__)
+    for _ in range(2):
+        compat.apply_hooks({target: (ours, compat.HookType.AFTER)})
+        assert module.say() == ["stock", "theirs", "ours"]

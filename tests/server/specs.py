@@ -386,12 +386,13 @@ _PAIRED = {
 PREFILLS = STOCK.having("prefills", _PAIR, "prefill --disable-overlap-schedule", **_PAIRED)
 _DECODES = SHARED.having("decodes", _PAIR, "decode --enable-metrics", **_PAIRED)
 #: SGLang copies retracted requests as tensors. DECODES_SHORT has slots for three responses, and SGLang copies
-#: retracted requests to a host pool.
+#: retracted requests to a host pool, which hardly has room for one: the plugin copies the others.
 _TENSORS = "--disaggregation-decode-retraction-backup cpu_tensor"
 _POOL = "--hicache-io-backend direct --hicache-mem-layout layer_first"
 DECODES = _DECODES.having("retracting", *EAGER, _TENSORS, **retracting(90)).for_long_runs()
 DECODES_SHORT = _DECODES.having(
-    "short", *SOON, _POOL, "--max-total-tokens 1500 --num-reserved-decode-tokens 32"
+    *("short", *SOON, _POOL, "--hicache-ratio 0.25"),
+    "--max-total-tokens 1500 --num-reserved-decode-tokens 32",
 )
 #: In pages, SGLang's host pool would copy whole ones.
 DECODES_PAGES = PAGES.having(

@@ -103,7 +103,13 @@ def test_what_a_decode_server_shares_is_what_the_harness_computes(
     ):
         dense = harness(text, found)[0]
         assert float((dense - torch.tensor(found["logprobs"])).abs().max()) < 1e-4
-    assert report(pair.decode)["totals"]["blocks_missed"] == 0
+    totals = report(pair.decode)["totals"]
+    assert totals["blocks_missed"] == 0
+    assert (
+        (totals["requests_swapped"] > 0)
+        == (totals["tokens_swapped_back"] > 0)
+        == ("--hicache-ratio" in spec.flags)
+    )
     assert 'engine_type="decode"' in pair.decode.get("/metrics").text
     assert_whole(pair.decode, log)
 

@@ -3,6 +3,7 @@
 and ``PrefillAdder``."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,16 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, CacheRequestOutcome
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_context
 from sglang.srt.session.session_controller import Session, SessionReqNode
 
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.cache.swap import swapped_of
+from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
 from sglang_reasoncache.device.ranks import Ranks
+from sglang_reasoncache.plugin.server import ServerParts
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.adder import adder_of
 from tests.property.world import Pair, Setup, World, in_host
@@ -182,7 +188,7 @@ def test_a_pause_copies_nothing_and_teaches_nothing() -> None:
 @pytest.mark.parametrize("core", ["python", "rust"])
 def test_a_decode_server_copies_shared_pages_slot_by_slot(core: str) -> None:
     """SGLang's host pool would copy the page of each page's first slot."""
-    setup = Setup(page=4, block=4, slots=160, core=core, when="always")
+    setup = Setup(page=4, block=4, slots=160, core=core, when="always", decodes=True)
     world, req = started(setup, 0, Pair(8, 26))
     tree: Any = world.tree
     row = world.row(req)
@@ -195,7 +201,39 @@ def test_a_decode_server_copies_shared_pages_slot_by_slot(core: str) -> None:
     assert (what_is_read(world, req)[0] == 1).all()
     tree.restore_kv_cache(req, backup)
     assert what_is_read(world, req)[0].tolist() == before.tolist()
-    tree.discard_kv_cache_backup(backup)
+    assert world.allocator.handover.num_bytes == 0
+    world.abort(req)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("ends", ["restore", "discard"])
+def test_what_a_full_host_pool_does_not_take_is_copied_within_a_limit(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ends a request whose copy its host pool has no room for."""
+    monkeypatch.setattr(UnifiedRadixCache, "backup_kv_cache", lambda tree, req: None)
+    world, req = started(replace(SETUPS[0], decodes=True), 0)
+    tree: Any = world.tree
+    length = req.seqlen - 1
+    world.allocator.handover = Handover(
+        world.rows, world.cached_at, None, room=2 * length - 1, slot_bytes=3
+    )
+    handover = world.allocator.handover
+    before, _ = what_is_read(world, req)
+    backup = tree.backup_kv_cache(req)
+    assert backup.cpu_tensors is not None and handover.counts(req)
+    assert handover.num_bytes == 3 * length and handover.room == length - 1
+    req.kv.retraction_backup = None
+    assert tree.backup_kv_cache(req) is None, "one request too many"
+    if ends == "restore":
+        slots = world.row(req)
+        world.write(slots, [1] * len(slots))
+        req.kv.retraction_backup = backup
+        tree.restore_kv_cache(req, backup)
+        assert what_is_read(world, req)[0].tolist() == before.tolist()
+    else:
+        tree.discard_kv_cache_backup(backup)
+    assert handover.num_bytes == 0 and req.kv.retraction_backup is None
     world.abort(req)
     world.assert_empty()
 
@@ -378,3 +416,27 @@ def test_what_comes_back_was_not_computed_again() -> None:
     assert record is not None and len(record.approximate) == 1
     assert record.recomputed == [] and record.sampled is None
     world.finish(req)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_state_that_a_verification_took_further_is_not_copied(
+    buffers: bool, speculates: bool, overlaps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under the overlap schedule the accepted tokens are known when the next step is under way."""
+    tree: Any = SimpleNamespace(
+        is_mamba_enabled=True,
+        enable_mamba_extra_buffer=buffers,
+        is_swa_enabled=False,
+        cache_controller=None,
+        least_window_pool=0,
+    )
+    parts: Any = SimpleNamespace(_draft_pools=[], _cached=None, _reads_as_cached=lambda _: None)
+    algorithm = "NGRAM" if speculates else None
+    args: Any = SimpleNamespace(speculative_algorithm=algorithm, disaggregation_mode="null")
+    resolved = ResolvedConfig(ReasonCacheConfig(host_swap_gb=1), page=1)
+    with get_context().override_server_args(disable_overlap_schedule=not overlaps):
+        swap = ServerParts._swap(parts, tree, resolved, args)
+    ahead = speculates and overlaps and not buffers
+    assert (swap is None) == ahead == ("further than the tokens that are known" in caplog.text)

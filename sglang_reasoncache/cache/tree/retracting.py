@@ -8,6 +8,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.composition import Composition
 from sglang_reasoncache.cache.freed import NOTHING_SHARED
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.states import LastState, empty_ring, last_state
 from sglang_reasoncache.cache.swap import computed_length, swapped_of
@@ -148,22 +149,42 @@ class SwapsOut(Publishes):
         return not self._loads_swapped and super().load_back_is_cache_owned()
 
     def backup_kv_cache(self, req: Request) -> Any:
-        """Copy a request that is being retracted on the decode server of a PD pair. SGLang's host pool copies
-        pages of slots, the first slot of a page of positions standing for all. Positions that share may name
-        slots of several pages, so such a row is copied slot by slot, into tensors, as by the other backup. None
-        if that fails: SGLang then ends the request."""
-        if self.page_size == 1 or self._host_row(req.kv).first_shared is None:
-            return super().backup_kv_cache(req)
+        """Copy a request that is being retracted on the decode server of a PD pair: to SGLang's host pool or,
+        if that is full, into tensors, as by the other backup. None if neither has room, or if a copy fails:
+        SGLang then ends the request.
+
+        The host pool copies pages of slots, the first slot of a page of positions standing for all. Positions
+        that share may name slots of several pages, so such a row is always copied slot by slot."""
+        handover = self._handover
+        by_pages = self.page_size == 1 or self._host_row(req.kv).first_shared is None
+        if by_pages:
+            backup = super().backup_kv_cache(req)
+            if backup is not None or computed_length(req) > handover.room:
+                return backup
         with self.owner.contained_alone():
             req.offload_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator)
-        return req.kv.retraction_backup
+        backup = req.kv.retraction_backup
+        if backup is not None:
+            handover.copied(backup, computed_length(req))
+        return backup
 
     def restore_kv_cache(self, req: Request, backup: Any) -> None:
         if backup.cpu_tensors is None:
             super().restore_kv_cache(req, backup)
         else:
             req.load_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator)
+            self.discard_kv_cache_backup(backup)
+            self.owner.restored(computed_length(req))
 
     def discard_kv_cache_backup(self, backup: Any) -> None:
         if backup.cpu_tensors is None:
             super().discard_kv_cache_backup(backup)
+        else:
+            self._handover.dropped(backup)
+
+    @property
+    def _handover(self) -> Handover:
+        """That of a decode server of a PD pair."""
+        handover = self.token_to_kv_pool_allocator.handover
+        assert handover is not None, "SGLang copies retracted requests on such servers only"
+        return handover
