@@ -223,7 +223,8 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         refusals.check_where_policies_act(evicts, _server_args(**eagle))
     # SGLang may settle for another algorithm, or another flag, than the operator named.
     refusals.check_settled_speculation(_server_args(**eagle))
-    for fields in ({"speculative_algorithm": "FROZEN_KV_MTP"}, {"enable_multi_layer_eagle": True}):
+    refusals.check_settled_speculation(_server_args(**eagle, enable_multi_layer_eagle=True))
+    for fields in ({"speculative_algorithm": "FROZEN_KV_MTP"}, {"speculative_adaptive": True}):
         with pytest.raises(CannotShare, match="SGLang has chosen"):
             refusals.check_settled_speculation(_server_args(**{**eagle, **fields}))
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")

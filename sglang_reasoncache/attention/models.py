@@ -39,13 +39,13 @@ FALLBACK = "attention_instances"
 DECODES_AS_PREFILLS = ("pplx", "deepep_v2")
 
 
-def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
+def check_pool(pool: Any, requested_by: str = _FLAG, drafts: bool = False) -> None:
     """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows, and a layer without a
-    window has some.
+    window has some, which a draft model need not have.
 
     ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
     several = type(pool) in (compat.SWAKVPool, compat.HybridLinearKVPool)
-    if several and not compat.shared_layers(pool):
+    if several and not drafts and not compat.shared_layers(pool):
         raise CannotShare(f"{requested_by}: no attention layer without a window has KV to share")
     if type(pool) is compat.SWAKVPool:
         check_pool(pool.swa_kv_pool, requested_by)
@@ -118,7 +118,7 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
     modules = model_runner.model.modules()
     if any(getattr(module, "learnable_sink_param", None) is not None for module in modules):
         raise ValueError(f"{requested_by} does not support sinks of latent attention (Hunyuan 4)")
-    check_pool(model_runner.token_to_kv_pool, requested_by)
+    check_pool(model_runner.token_to_kv_pool, requested_by, model_runner.is_draft_worker)
     layers = attention_layers(model_runner)
     if not layers:
         raise ValueError(f"{requested_by}: no attention layers were found in the model")

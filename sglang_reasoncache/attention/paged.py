@@ -102,10 +102,12 @@ class PagedAttention:
             layer: PagedKv(keys, values, rotations[layer], latent=self.latent)
             for layer, (keys, values) in layers.items()
         }
-        first = self.pools[compat.shared_layers(pool)[0]]
+        # A draft model may have windows only.
+        shared = compat.shared_layers(pool)
+        first = self.pools[shared[0] if shared else min(layers)]
         #: One of ``kernels.paged.BACKENDS``.
         self.backend = first.backend
-        self._num_slots = first.num_slots
+        self._num_slots = first.num_slots if shared else pool.size + pool.page_size
         self.attention_layers = attention_layers(model_runner)
         # Size of a window, in positions -> how many of its positions a decode step reads.
         self._reaches = {reach: reach - unread for reach in sorted(windows_of(model_runner))}

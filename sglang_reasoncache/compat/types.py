@@ -76,6 +76,7 @@ class KVPool(Protocol):
     """Buffers are ``[slots, heads, head_dim]``."""
 
     dtype: torch.dtype
+    size: int
     page_size: int
     start_layer: int
     layer_num: int

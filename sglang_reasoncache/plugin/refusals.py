@@ -53,7 +53,6 @@ PD_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN")
 #: Fields that exclude this plugin with speculation -> reason.
 SPECULATION_CONFLICTS: Mapping[str, str] = {
     "speculative_adaptive": "it makes a second attention backend while requests run",
-    "enable_multi_layer_eagle": "its draft workers prepare the verification in another way",
     "enable_mixed_chunk": "its batches with speculation are not tested",
     "enable_lora": "adapters are not tested with speculation",
 }
@@ -176,8 +175,8 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
 
 def check_settled_speculation(args: ServerArgs) -> None:
     """Raises CannotShare if what SGLang has settled for speculation excludes sharing, though the operator's
-    flags do not: SGLang chooses another algorithm for some models (``FROZEN_KV_MTP`` for Gemma 4's assistants),
-    or other flags (``--enable-multi-layer-eagle`` for MiMo-V2)."""
+    flags do not: SGLang chooses another algorithm for some models (``FROZEN_KV_MTP`` for Gemma 4's
+    assistants), or other flags."""
     settled = compat.resolving_view(args)
     algorithm = compat.speculation(settled)
     if algorithm is not None:

@@ -550,9 +550,24 @@ POOL_EAGLE3 = replace(
     ),
     draft=tiny_models.EAGLE3_OF_WINDOWS,
 ).for_long_runs()
+#: MiMo's own way: three layers draft a token each, all with windows. SGLang makes a draft model of each layer.
+_BY_LAYERS = (
+    "--speculative-algorithm EAGLE --speculative-eagle-topk 1",
+    "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
+)
+_LAYERS = {
+    "SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH": "1",
+    **_plugins("speculating"),
+    **_importing("mimo_v2", "mimo_v2_nextn"),
+}
+LAYERS_DRAFT, LAYERS_DRAFT_SHORT = (
+    make("mimo_v2_flash").having("layers", *_BY_LAYERS, **_LAYERS).for_long_runs()
+    for make in (at_once, short)
+)
 WINDOWS_SPECULATING = [spec.for_long_runs() for spec in (WINDOWS_NGRAMS, POOL_NGRAMS, POOL_DRAFTS)]
-WINDOWS_SPECULATING.append(POOL_EAGLE3)
+WINDOWS_SPECULATING += [POOL_EAGLE3, LAYERS_DRAFT]
 WINDOWS_SPECULATING_SHORT = [
+    LAYERS_DRAFT_SHORT,
     short("gemma3_text").having("ngrams", *_BY_NGRAMS, **_plugins("speculating")).for_long_runs(),
     short("gpt_oss").having("ngrams", *_BY_NGRAMS, **_WITH_SINKS).for_long_runs(),
     replace(
@@ -608,6 +623,21 @@ STATES_PREFILLS = replace(STOCK, name="qwen3_5_text", model="qwen3_5_text").havi
 #: As public recipes for DeepSeek and Qwen do: MTP and pages on both servers.
 MTP_PAGES_PREFILLS = MTP_PREFILLS.having("page16", PAGE16)
 MTP_PAGES_DECODES = MTP_DECODES.having("page16", PAGE16, **retracting(90)).for_long_runs()
+#: A model that drafts by several layers, whose windows have pools of their own.
+_LAYERS_PAIRED = {
+    **_LAYERS,
+    **UNCOMPILED,
+    **_PAIRED,
+    **_plugins("host_tier", "handing_over", "speculating"),
+}
+LAYERS_PREFILLS = replace(STOCK, name="mimo_v2_flash", model="mimo_v2_flash").having(
+    "prefills",
+    *(*_BY_LAYERS, PAGED_READS, _PAIR, "prefill --disable-overlap-schedule"),
+    **_LAYERS_PAIRED,
+)
+LAYERS_DECODES = LAYERS_DRAFT.having(
+    "decodes", _PAIR, "decode", _TENSORS, **{**_LAYERS_PAIRED, **retracting(90)}
+).for_long_runs()
 STATES_DECODES = STATES_MTP.having(
     "decodes", _PAIR, "decode", _TENSORS, **_STATES_PAIRED, **retracting(40)
 ).for_long_runs()

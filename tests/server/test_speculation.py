@@ -152,7 +152,10 @@ def test_a_cached_state_is_that_after_accepted_tokens(
     assert_whole(server)
 
 
-@pytest.mark.parametrize("spec", [specs.DRAFTS, specs.MTP, specs.POOL_DRAFTS, specs.POOL_EAGLE3])
+@pytest.mark.parametrize(
+    "spec",
+    [specs.DRAFTS, specs.MTP, specs.POOL_DRAFTS, specs.POOL_EAGLE3, specs.LAYERS_DRAFT],
+)
 def test_the_next_turn_finds_what_a_response_shared(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:

@@ -50,6 +50,11 @@ _QWEN_DRAFTS = tuple(
     f"mtp.{name}"
     for name in ("layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 )
+_MIMO_DRAFTS = tuple(
+    f"model.mtp.layers.{{}}.{name}" for name in ("", "enorm", "hnorm", "eh_proj", "final_layernorm")
+)
+#: How many such layers MiMo has: each drafts one token.
+_MIMO_LAYERS = 3
 _DRAFTING = {"deepseek_v3": _DEEPSEEK_DRAFTS} | dict.fromkeys(
     ("qwen3_5_text", "qwen3_next"), _QWEN_DRAFTS
 )
@@ -279,6 +284,15 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         _add_drafting_layer(
             path / "model.safetensors", arguments["num_hidden_layers"], _DRAFTING[name]
         )
+    if name == "mimo_v2_flash":
+        for layer in range(_MIMO_LAYERS):
+            # The layer before the last has a window, as a layer that drafts.
+            _add_drafting_layer(
+                path / "model.safetensors",
+                layer,
+                _MIMO_DRAFTS,
+                f"model.layers.{arguments['num_hidden_layers'] - 2}.",
+            )
     # SGLang's Nemotron-H reads older field names, and accepts no infinite ``time_step_limit``.
     if "layers_block_type" in arguments:
         described["layers_block_type"] = arguments["layers_block_type"]
@@ -377,15 +391,17 @@ def _make_eagle3(target: Path, path: Path) -> Path:
     return path
 
 
-def _add_drafting_layer(file: Path, layers: int, names: tuple[str, ...]) -> None:
-    """Adds a layer of multi-token prediction to a model of ``layers`` layers: a copy of the last one that gets
-    the newest token's embedding and little of the last output, so it drafts what the model says. ``names``: see
-    ``_DRAFTING``."""
+def _add_drafting_layer(
+    file: Path, layers: int, names: tuple[str, ...], copied: str | None = None
+) -> None:
+    """Adds a layer of multi-token prediction to a model of ``layers`` layers: a copy of the last one, or of
+    the one that ``copied`` names, that gets the newest token's embedding and little of the last output, so it
+    drafts what the model says. ``names``: see ``_DRAFTING``."""
     import torch
     from safetensors.torch import load_file, save_file
 
     weights = load_file(file)
-    last = f"model.layers.{layers - 1}."
+    last = f"model.layers.{layers - 1}." if copied is None else copied
     drafting, *norms, join, norm = (name.format(layers) for name in names)
     for name in [name for name in weights if name.startswith(last)]:
         weights[name.replace(last, drafting)] = weights[name].clone()

@@ -125,6 +125,18 @@ def _verify(
     return predicts, accept_index, accept_token_num
 
 
+def _rotate_ids(
+    input_ids: Tensor, starts: Tensor, lengths: Tensor, newest: Tensor, picked: Tensor | None = None
+) -> None:
+    """Drops each request's first token, and puts its newest behind the last, or at ``picked``."""
+    for request, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        window = input_ids[start : start + length]
+        window[:-1] = window[1:].clone()
+        at = start + length - 1 if picked is None else int(picked[request])
+        if length:
+            input_ids[at] = newest.flatten()[request]
+
+
 def _move_kv(pool: Any, target: Tensor, source: Tensor) -> None:
     moved = target != source
     target = target[moved]
@@ -148,6 +160,7 @@ _OPERATIONS: dict[str, dict[str, Any]] = {
         "verify_tree_greedy_func": _verify,
         "build_tree_kernel_efficient_func": _build_chain,
     },
+    "sglang.kernels.ops.speculative.multi_layer_eagle": {"rotate_input_ids": _rotate_ids},
     "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_func": _fill_rows},
 }
 
