@@ -101,6 +101,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         self.continuations = Continuations(self.page_size)
         if self.swap is not None:
             self.swap.give_back()
+        if self.handover is not None:
+            self.handover.give_back()
         self.has_shifted_slots = False
         self.has_evicted = False
         self._held: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.cache.swap import behind
+from sglang_reasoncache.cache.swap import behind, computed_length, idle_pinned
 from sglang_reasoncache.compat.carriers import COPIED
 from sglang_reasoncache.compat.types import KVPool, ReqToTokenPool, Request
 from sglang_reasoncache.device.upload import upload
@@ -76,6 +76,19 @@ class Handover:
         """Bytes of host memory that the copies take at most."""
         return sum(self._copies.values()) * self._slot_bytes
 
+    def make_room(self, positions: int) -> None:
+        """Before ``positions`` are copied: PyTorch keeps freed pinned memory, and uses it again for tensors of
+        a similar size only."""
+        on_gpu = self._rows.req_to_token.is_cuda
+        wanted = positions * self._slot_bytes
+        if on_gpu and self.num_bytes + wanted + idle_pinned() > 2 * self._most * self._slot_bytes:
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Give back the pinned memory that nobody uses: a trainer beside the server may want it."""
+        if torch.cuda.is_initialized():
+            torch.accelerator.memory.empty_host_cache()
+
     def copied(self, backup: Any, positions: int) -> None:
         """SGLang copied ``positions`` of a request that is being retracted, as tensors."""
         self._copies[id(backup.cpu_tensors)] = positions
@@ -89,18 +102,23 @@ class Handover:
         backup = req.kv.retraction_backup
         return backup is not None and id(backup.cpu_tensors) in self._copies
 
-    def retracted(self, req: Request, row: HostRow) -> None:
-        """Note what SGLang's copy of ``req`` lacks. Called when the row is freed, before a forward rewrites it.
-        ``row``: our copy of the row. SGLang makes no copy if a prefill server is to compute the KV again."""
-        copied = None
+    def drafts_of(self, req: Request) -> list[Any]:
+        """Copies of the draft models' KV of ``req``, which is being retracted, if SGLang's copy lacks it.
+        Called before the row is freed: windows lose their slots at once."""
         backup = req.kv.retraction_backup
-        lacks_drafts = backup is not None and backup.cpu_tensors is not None and self._draft_pools
-        if backup is not None and (row.first_shared is not None or lacks_drafts):
+        if backup is None or backup.cpu_tensors is None or not self._draft_pools:
+            return []
+        slots = self._slots(req, 0, computed_length(req))
+        return [pool.get_cpu_copy(slots) for pool in self._draft_pools]
+
+    def retracted(self, req: Request, row: HostRow, drafts: list[Any]) -> None:
+        """Note what SGLang's copy of ``req`` lacks. Called when the row is freed, before a forward rewrites it.
+        ``row``: our copy of the row. ``drafts``: see :meth:`drafts_of`. SGLang makes no copy if a prefill
+        server is to compute the KV again."""
+        copied = None
+        if req.kv.retraction_backup is not None and (row.first_shared is not None or drafts):
             # SGLang copies all positions whose KV is computed: all but that of the last token.
-            end = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
-            slots = self._slots(req, 0, end)
-            pools = self._draft_pools if lacks_drafts else ()
-            drafts = [pool.get_cpu_copy(slots) for pool in pools]
+            slots = self._slots(req, 0, computed_length(req))
             copied = Copied(self._cached_at.positions[slots].cpu(), row.first_shared, drafts)
         setattr(req, COPIED, copied)
 

@@ -355,7 +355,10 @@ def register_hook(target: str, function: Callable[..., Any], kind: Any) -> None:
 def _has_ours(target: str) -> bool:
     """Whether we registered a hook for ``target``."""
     hooks = resolve("HookRegistry")._hooks.get(target, ())
-    return any(function.__module__.startswith("sglang_reasoncache") for _, function, _ in hooks)
+    # Some of our hooks are ``functools.partial`` objects.
+    functions = (getattr(hook, "func", hook) for _, hook, _ in hooks)
+    ours = __name__.partition(".")[0]
+    return any(str(function.__module__).partition(".")[0] == ours for function in functions)
 
 
 def check_applied(targets: Iterable[str]) -> None:

@@ -330,8 +330,10 @@ def make_cuda(
                 backend.paged.expands = True
             absorbed.where_ours(name)
     except ValueError:
+        graph_votes.let_go()
         raise
     except Exception as error:
+        graph_votes.let_go()
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"{requested_by} failed at the start: {reason}") from error
     return backend

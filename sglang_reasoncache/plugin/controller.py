@@ -179,6 +179,8 @@ class Controller:
         if swap is not None:
             swap.give_back()
             swap.rests = True
+        if self.report.handover is not None:
+            self.report.handover.give_back()
         try:
             yield
         finally:

@@ -70,12 +70,8 @@ class PreallocAdmission:
         self._surplus = 0
         # SGLang asks with ``count_retracted`` for new requests, without for those that come back.
         if queue.queue if count_retracted else queue.retracted_queue:
-            promise = self._promised(queue)
-            active = queue._active_req_count(extra_reserved_reqs)
-            kept = queue.num_reserved_decode_tokens * active
-            room = _room_for_copies(queue) if count_retracted else None
-            if room is not None and self._most is not None:
-                kept = max(kept, self._most * active - room)
+            promise = self._promised(queue, comes_back=not count_retracted)
+            kept = queue._active_reserved_tokens(extra_reserved_reqs=extra_reserved_reqs)
             reserved_tokens = max(kept - promise.shareable, 0)
             # SGLang reserves at least this, so that the longest running request can always finish. It is below
             # 0 where the tokens of the other requests are more than enough.
@@ -169,10 +165,11 @@ class PreallocAdmission:
             arrived = scheduler.disagg_decode_transfer_queue.pop_transferred()
             scheduler.waiting_queue.extend(arrived)
 
-    def _promised(self, queue: PreallocQueue) -> Promise:
+    def _promised(self, queue: PreallocQueue, comes_back: bool = False) -> Promise:
         """What admission may count on, asked once after each decode step; sets SGLang's reserve for the output
         of a request to it. Nothing where SGLang ends each request that it retracts, and where SGLang's own
-        reserve is all that keeps slots in the window pool."""
+        reserve is all that keeps slots in the window pool. ``comes_back``: whether SGLang asks for requests
+        that were retracted, which make room on the host."""
         if self._most is None:
             self._most = queue.num_reserved_decode_tokens
         if self._promised_at != self._controller.steps:
@@ -180,8 +177,15 @@ class PreallocAdmission:
             self._promise = self._controller.promise()
         can = _retracts(queue) and not _overlooks_windows(queue)
         promise = self._promise if can else NOTHING_PROMISED
-        # SGLang also reads it for requests that come back, and for the room that it keeps for these.
-        queue.num_reserved_decode_tokens = math.ceil(promise.reserved(self._most, 1))
+        reserved = promise.reserved(self._most, 1)
+        room = None if comes_back else _room_for_copies(queue, self._most)
+        if room is not None:
+            # The request that SGLang checks, and those that it has just taken into a batch, count, too.
+            batch = queue.scheduler.last_batch
+            taken = len(batch.reqs) if batch and batch.forward_mode.is_prebuilt() else 0
+            active = queue._active_req_count() + 1 + taken
+            reserved = max(reserved, self._most - room / active)
+        queue.num_reserved_decode_tokens = math.ceil(reserved)
         return promise
 
 
@@ -218,12 +222,18 @@ def _retracts(queue: PreallocQueue) -> bool:
     return backup == "host_pool" or (backup == "cpu_tensor" and in_tensors)
 
 
-def _room_for_copies(queue: PreallocQueue) -> int | None:
-    """How many positions of retracted requests can be copied to the host now. None: as many as there may be."""
+def _room_for_copies(queue: PreallocQueue, ahead: int) -> int | None:
+    """For how many positions of retracted requests admission may count on room on the host: half of it, because
+    a request that shares frees fewer slots than its copy takes. A copy is a request whole, so as much as the
+    longest one is left out; it may grow by ``ahead``. None: as many as there may be."""
     if compat.get_disagg().disaggregation_decode_retraction_backup != "host_pool":
         return None
     # Windows have a host pool of their own. SGLang's own allocator has no handover.
     pools = [entry.host_pool for entry in queue.tree_cache.host_pool_group.entry_map.values()]
     handover: Handover | None = getattr(queue.token_to_kv_pool_allocator, "handover", None)
-    beyond = 0 if handover is None else handover.room
-    return min(pool.available_size() for pool in pools) + beyond
+    places = [min(pool.available_size() for pool in pools)]
+    if handover is not None:
+        places.append(handover.room)
+    running = [*queue.scheduler.running_batch.reqs, *queue.scheduler.waiting_queue]
+    longest = max((req.seqlen for req in running), default=0) + ahead
+    return sum(max(place - longest, 0) for place in places) // 2

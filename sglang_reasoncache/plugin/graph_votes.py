@@ -2,7 +2,6 @@
 """The hooks of our CUDA backends. They mark whether a batch needs our kernels, give SGLang two decode graphs
 for each batch size, and let the groups of DP attention vote on the graph that all of them run next."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +15,19 @@ from sglang_reasoncache.compat.types import ModelRunner
 _DECODE_VOTE = 2
 
 
+#: The ``SharedSlotReads`` of this scheduler. Without one the hooks leave SGLang as it is.
+_backend: Any = None
+
+
 def install(backend: Any) -> None:
     """Install the hooks in SGLang, for good. ``backend``: this scheduler's ``SharedSlotReads``. Raises
     RuntimeError if SGLang could not apply a hook."""
+    global _backend
+    _backend = backend
     after: dict[str, Callable[..., Any]] = {
         "forward_batch": _after_forward_batch,
-        "decode_vote": functools.partial(_after_decode_vote, backend),
-        "prefill_vote": functools.partial(_after_prefill_vote, backend),
+        "decode_vote": _asking(_after_decode_vote),
+        "prefill_vote": _asking(_after_prefill_vote),
         "votes": _after_votes,
     }
     hooks: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -30,14 +35,29 @@ def install(backend: Any) -> None:
         for name, hook in after.items()
     }
     hooks[compat.CUDA_HOOK_TARGETS["graph_variants"]] = (
-        functools.partial(_around_graph_variants, backend),
+        _around_variants,
         compat.HookType.AROUND,
     )
     hooks[compat.CUDA_HOOK_TARGETS["load_batch"]] = (
-        functools.partial(_before_load_batch, backend),
+        _asking(_before_load_batch),
         compat.HookType.BEFORE,
     )
     compat.apply_hooks(hooks)
+
+
+def let_go() -> None:
+    """Have the hooks leave SGLang as it is, because the server goes on without our backend."""
+    global _backend
+    _backend = None
+
+
+def _asking(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook`` with the backend as first argument. Without a backend it changes nothing."""
+
+    def asking(*args: Any, **named: Any) -> Any:
+        return None if _backend is None else hook(_backend, *args, **named)
+
+    return asking
 
 
 def _after_forward_batch(
@@ -117,6 +137,12 @@ def _before_load_batch(
     """Choose the decode graph before SGLang prepares its replay. SGLang asks for the choice (``select``) before
     or after that, depending on its version."""
     backend.choose_graph(forward_batch)
+
+
+def _around_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
+    if _backend is None:
+        return original(hf_config)
+    return _around_graph_variants(_backend, original, hf_config)
 
 
 def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:

@@ -236,9 +236,11 @@ class ServerParts:
         backup = compat.get_disagg().disaggregation_decode_retraction_backup
         room = size = 0
         if backup == "host_pool":
-            pools = [self.allocator.shared_pool, *self._draft_pools]
+            pools: list[Any] = [self.allocator.shared_pool, *self._draft_pools]
             if self.allocator.has_window_pool:
                 pools.append(self.allocator.window_pool)
+            # Of the padding slot, which has no peer in window pools, their own copy has nothing.
+            pools += [pool.swa_kv_pool for pool in pools if compat.window_layers(pool)]
             padding = torch.zeros(1, dtype=torch.int64, device=self._cached.positions.device)
             size = sum(most_bytes_of(pool.get_cpu_copy(padding)) for pool in pools)
             # All ranks copy the same requests.

@@ -5,6 +5,7 @@ A failure here names what changed in SGLang. Adapt ``sglang_reasoncache/compat``
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -363,7 +364,8 @@ def test_every_api_hands_on_its_http_request() -> None:
         assert handed in (["request"], ["raw_request"]), place
 
 
-def test_hooks_of_other_plugins_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("partial", [False, True])
+def test_hooks_of_other_plugins_stay(monkeypatch: pytest.MonkeyPatch, partial: bool) -> None:
     """SGLang applies hooks to a function once, and leaves out what is registered later without a word."""
     registry = compat.HookRegistry
     module = python_types.ModuleType("hooked_by_two")
@@ -381,6 +383,7 @@ def test_hooks_of_other_plugins_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="did not apply"):
         compat.check_applied([target])
     monkeypatch.setattr(ours, "__module__", compat.__name__)
+    hook = functools.partial(ours) if partial else ours
     for _ in range(2):
-        compat.apply_hooks({target: (ours, compat.HookType.AFTER)})
+        compat.apply_hooks({target: (hook, compat.HookType.AFTER)})
         assert module.say() == ["stock", "theirs", "ours"]

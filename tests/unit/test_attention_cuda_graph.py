@@ -336,6 +336,8 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
     for shifted, evicted in ((True, False), (False, True), (False, False)):
         announced(backend, batch, shifted, [int(evicted)])
         assert backend.needs_ours(batch) == (shifted or evicted)
+    graph_votes.let_go()
+    assert decode_cuda_graph_runner.create_attention_graph_variants(hf_config) is None
 
 
 NEW = {"decode": [1, 1, 1], "with-prefix": [1, 7, 30], "few": [1, 3, 4]}

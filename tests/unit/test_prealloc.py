@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the decode server of a PD pair reclaims for a prompt, with SGLang's own ``DecodePreallocQueue``."""
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.runtime_context import get_context
 
 from sglang_reasoncache.cache.handover import Handover
@@ -76,29 +76,36 @@ def test_running_requests_share_as_much_as_a_prompt_lacks(running: int) -> None:
     assert not admits(queue, free + 100)
 
 
-@pytest.mark.parametrize(("pooled", "beyond"), [(0, 0), (RESERVE, 0), (0, RESERVE), (100, 100)])
+@pytest.mark.parametrize(
+    ("pooled", "beyond", "counts"),
+    [(0, 0, 0), (132, 132, 0), (152, 0, 10), (0, 152, 10), (152, 152, 20), (999, 999, 867)],
+)
 def test_what_is_reserved_less_than_by_sglang_has_room_on_the_host(
-    pooled: int, beyond: int
+    pooled: int, beyond: int, counts: int
 ) -> None:
-    """SGLang ends a request that it retracts if there is no room for the copy."""
+    """SGLang ends a request that it retracts if there is no room for the copy. A copy is a request whole, and
+    one that shares frees less than it takes."""
     queue = queue_of(3, slots=180)
     queue.num_reserved_decode_tokens = 100
-    held = sum(req.seqlen for req in queue.scheduler.running_batch.reqs)
+    running = queue.scheduler.running_batch.reqs
+    assert max(req.seqlen for req in running) + 100 == 132
+    held = sum(req.seqlen for req in running)
     host_pool = SimpleNamespace(available_size=lambda: pooled)
     entries = {"kv": SimpleNamespace(host_pool=host_pool)}
     queue.tree_cache.host_pool_group = SimpleNamespace(entry_map=entries)
     queue.world.allocator.handover = Handover(
         queue.world.rows, queue.world.cached_at, None, room=beyond
     )
-    stock = DecodePreallocQueue._allocatable_token_budgets(queue, retractable_tokens=held)
     with get_context().override_server_args(disaggregation_decode_retraction_backup="host_pool"):
         promise = queue.world.controller.promise()
+        learned = promise.reserved(100, 1)
+        assert learned < 100
         left = queue._allocatable_token_budgets(retractable_tokens=held)
+        kept = queue.num_reserved_decode_tokens
+        assert kept == math.ceil(max(learned, 100 - counts / 4))
         free = queue.world.allocator.available_size()
-        assert queue.num_reserved_decode_tokens == promise.reserved(100, 1) < 100
-        kept = max(3 * queue.num_reserved_decode_tokens, 300 - pooled - beyond)
-        assert left == free - max(kept - promise.shareable, 0)
-        assert left > stock
-        queue.retracted_queue.append(queue.scheduler.running_batch.reqs[0])
+        assert left == free - max(3 * kept - promise.shareable, 0)
+        queue.retracted_queue.append(running[0])
         again = queue._allocatable_token_budgets(retractable_tokens=held, count_retracted=False)
-        assert again >= left, "requests that come back empty the host"
+        assert queue.num_reserved_decode_tokens == learned, "those that come back empty the host"
+        assert again >= left

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.swap import swapped_of
+from sglang_reasoncache.compat.carriers import COPIED
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
 from sglang_reasoncache.plugin.server import ServerParts, schedulers_per_node
 from sglang_reasoncache.sharing.request import record_of
@@ -208,3 +211,29 @@ def test_schedulers_that_share_the_memory_of_a_machine(
 
 def fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("no host memory")
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_a_decode_server_copies_a_draft_models_windows(page: int) -> None:
+    """SGLang's copy as tensors lacks the draft model's KV, here that of a pool like the served model's."""
+    world = Windows("python", page)
+    allocator = world.allocator
+    pool = allocator.get_kvcache()
+    allocator.handover = Handover(world.rows, world.cached_at, None, [pool])
+    req = world.request("r", TEXT[:20])
+    world.prefill(req)
+    req.output_ids.append(TEXT[20])
+    while req.kv.kv_allocated_len < 90:
+        world.step(req)
+    length = req.seqlen - 1
+    slots = torch.from_numpy(world.row(req)[:length].copy()).long()
+    expected = pool.get_cpu_copy(slots)
+    req.offload_kv_cache(world.rows, allocator)
+    world.retract(req)
+    [copied] = getattr(req, COPIED).drafts
+    assert copied["swa_mask"].tolist() == expected["swa_mask"].tolist()
+    assert WINDOW <= int(copied["swa_mask"].sum()) <= length
+    for kind in ("full", "swa"):
+        for layer, others in zip(copied[kind], expected[kind], strict=True):
+            for part, other in zip(layer, others, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(part, other, strict=True))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps KV of retracted requests on the host (``swap.py``), and tells the owner of rows that are freed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,21 @@ class SwapsOut(Publishes):
     _loads_swapped = False
     #: What :meth:`_window_to_swap` found for the request whose row is being freed.
     _window: torch.Tensor | None = None
+    #: What :meth:`Handover.drafts_of` copied of that request.
+    _drafts: Sequence[Any] = ()
 
     def claim_kv_row(self, req: Request) -> bool:
         """SGLang asks whether a session keeps the row of ``req``, before it frees it. Only now do slots still
         have their peers in the window pool."""
         self._window = None
+        self._drafts = []
         if self._swaps(req):
             with self.owner.contained_alone():
                 self._window = self._window_to_swap(req)
+        handover = self.token_to_kv_pool_allocator.handover
+        if handover is not None and not req.finished():
+            with self.owner.contained_alone():
+                self._drafts = handover.drafts_of(req)
         return bool(super().claim_kv_row(req))
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
@@ -47,7 +55,7 @@ class SwapsOut(Publishes):
             self._swap_out(req, row, state, window)
             handover = self.token_to_kv_pool_allocator.handover
             if handover is not None:
-                self.owner.once_more(handover.retracted, req, row)
+                self.owner.once_more(handover.retracted, req, row, self._drafts)
         self.owner.released(req, row)
         if not req.finished() and swapped_of(req) is None:
             # Its prompt is matched again, or computed.
@@ -161,6 +169,7 @@ class SwapsOut(Publishes):
             backup = super().backup_kv_cache(req)
             if backup is not None or computed_length(req) > handover.room:
                 return backup
+        handover.make_room(computed_length(req))
         with self.owner.contained_alone():
             req.offload_kv_cache(self.req_to_token_pool, self.token_to_kv_pool_allocator)
         backup = req.kv.retraction_backup
