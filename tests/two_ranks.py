@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function on two tensor-parallel ranks of one gloo group. The ranks are processes or threads."""
+"""Runs a function on tensor-parallel ranks of one gloo group. The ranks are processes, or two threads."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -13,21 +13,29 @@ import torch
 from tests import forked
 
 
-def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) -> None:
+def _run(rank: int, count: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) -> None:
     torch.set_num_threads(1)
-    where: dict[str, Any] = dict(init_method=f"file://{meet}", rank=rank, world_size=2)
+    where: dict[str, Any] = dict(init_method=f"file://{meet}", rank=rank, world_size=count)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60), **where)
     answers.put((rank, work(rank, torch.distributed.group.WORLD)))
     torch.distributed.destroy_process_group()
 
 
 def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) -> list[Any]:
-    """Results of the module-level ``work(rank, group)`` in two processes. Each may take up to ``seconds``."""
+    """:func:`on_ranks` with two ranks."""
+    return on_ranks(2, work, folder, seconds)
+
+
+def on_ranks(
+    count: int, work: Callable[[int, Any], Any], folder: Path, seconds: float
+) -> list[Any]:
+    """Results of the module-level ``work(rank, group)`` in a process for each of ``count`` ranks. Each may take
+    up to ``seconds``."""
     forked.start()
     context = multiprocessing.get_context("forkserver")
     answers = context.Queue()
-    arguments = str(folder / "meet"), answers, work
-    processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(2)]
+    arguments = count, str(folder / "meet"), answers, work
+    processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(count)]
     for process in processes:
         process.start()
     try:
@@ -36,7 +44,7 @@ def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) 
         for process in processes:
             process.join(10)
             process.kill()
-    return [found[0], found[1]]
+    return [found[rank] for rank in range(count)]
 
 
 def in_two_threads(work: Callable[[int, Any], Any]) -> list[Any]:

@@ -36,6 +36,7 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
+        self._size = 1 if group is None else group.size()
         self.alone = group is None
         self.failed = self._ended = False
 
@@ -45,13 +46,28 @@ class Ranks:
             return value
         if not self._ended:
             box = torch.tensor([int(value), not self.failed], dtype=torch.int64)
-            dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._group)
-            least, well = box.tolist()
+            least, well = self._smallest(box).tolist()
             if well:
                 return int(least)
         # From now on no rank makes a reduction.
         self._ended = True
         raise RankFailed
+
+    def _smallest(self, box: torch.Tensor) -> torch.Tensor:
+        """The smallest of all ranks' numbers, int64 ``[n]`` each. Gloo reduces around a ring, with 2 (n - 1)
+        messages after each other: among more than two ranks, a rank collects and tells (as SGLang's
+        ``exchange_sync_rows``)."""
+        if self._size <= 2:
+            dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._group)
+            return box
+        if self._group.rank() == 0:
+            boxes = [torch.empty_like(box) for _ in range(self._size)]
+            dist.gather(box, boxes, group=self._group, group_dst=0)
+            box = torch.stack(boxes).amin(0)
+        else:
+            dist.gather(box, group=self._group, group_dst=0)
+        dist.broadcast(box, group=self._group, group_src=0)
+        return box
 
     def agree(self) -> None:
         """Raise RankFailed if a rank has failed."""

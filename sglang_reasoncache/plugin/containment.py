@@ -59,6 +59,20 @@ class Containment:
                 self._failed(error)
             self._ranks.agree()
 
+    def least(self, work: Callable[[], int]) -> int:
+        """The smallest result of ``work``, which makes no reductions, on any rank, by one reduction. 0 if a
+        rank failed."""
+        with self:
+            value = 0
+            try:
+                value = work()
+            except RanksTorn:
+                raise
+            except Exception as error:
+                self._failed(error)
+            return 0 if self._ended else self._ranks.least(value)
+        return 0
+
     def once_more(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Return the result of ``work``. SGLang cannot go on without this result.
 

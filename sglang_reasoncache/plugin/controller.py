@@ -102,16 +102,16 @@ class Controller:
         return self.containment if self.ranks.alone else nullcontext()
 
     def on_all(self, work: Callable[[], Any]) -> Any:
-        result = None
+        made = None
 
-        def ask() -> None:
-            nonlocal result
+        def has_made() -> int:
+            nonlocal made
             made = work()
-            result = made if self.ranks.least(int(made is not None)) else None
+            return made is not None
 
-        if self.report.disabled is None:
-            self.containment.together(ask)
-        return result
+        if self.report.disabled is not None:
+            return None
+        return made if self.containment.least(has_made) else None
 
     @property
     def evicts_prompts(self) -> bool:
@@ -125,13 +125,8 @@ class Controller:
         call this together. If the plugin is disabled, or off by its settings, admission is SGLang's own. So it
         is while beams run, which SGLang ends if slots are missing, instead of retracting them."""
         least = 0
-
-        def ask() -> None:
-            nonlocal least
-            least = self.ranks.least(self.pipeline.ledger.slots)
-
         if self._is_active and self.report.disabled is None:
-            self.containment.together(ask)
+            least = self.containment.least(lambda: self.pipeline.ledger.slots)
         if not self.learns or self.report.disabled is not None or self._has_beams:
             return NOTHING_PROMISED
         kept = 1.0 - self.config.admission_credit

@@ -72,7 +72,8 @@ def _after_forward_batch(
     if not isinstance(backend, SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
     # SGLang builds the forward now, so polls, which ``_needs_ours`` stopped, may change block tables again.
-    with tree.owner.contained():
+    # A rank that failed here alone would replay another graph than the others.
+    with tree.owner.contained_alone():
         tree.owner.hold_polls(False)
         result.rids = _marked(backend, batch, result.rids)
         if result.seq_lens_cpu is None:

@@ -3,12 +3,17 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import math
+import platform
 import zlib
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_reasoncache import compat
@@ -313,8 +318,11 @@ class ServerParts:
         swap = self._swap(tree, resolved, args)
         continues = self._continues(tree, config, args)
         documents_off = self._documents_off(tree, config, args)
+        everybody = Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None)
+        # First, because another build may compare other settings.
+        check_alike(everybody, {"build": build()})
         check_alike(
-            Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None),
+            everybody,
             {
                 **config.to_dict(),
                 "host_swap_gb": swap is not None,
@@ -460,6 +468,16 @@ def _first(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def build() -> str:
+    """What decides beside settings: this package's sources, and what its decisions rest on."""
+    sources = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(sources.rglob("*.py")):
+        digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
+    versions = platform.python_version(), np.__version__, torch.__version__, version("sglang")
+    return f"{digest.hexdigest()[:12]} with Python, NumPy, PyTorch, SGLang {', '.join(versions)}"
+
+
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
     """Raise ValueError on all tensor-parallel ranks unless all have these ``settings``: flags, variables and
     machines may differ between nodes, and ranks with different settings would wait for each other forever. All
@@ -470,7 +488,7 @@ def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
         digest = zlib.crc32(repr(value).encode())
         # All ranks find the same: the smallest digest is the largest only if all are equal.
         if ranks.least(digest) != -ranks.least(-digest):
-            differ.append(f"{name} (here {value!r:.80})")
+            differ.append(f"{name} (here {value!r:.100})")
     if differ:
         raise ValueError(
             "--enable-reasoncache needs the same settings on all tensor-parallel ranks, which differ in: "

@@ -163,7 +163,7 @@ class BlockPipeline:
         if not self._measures:
             return
         if len(self._waiting) >= _MOST_QUEUED and not any(
-            candidate.shared_at for candidate in record.pending
+            candidate.shared_at and self._has_source(req, candidate) for candidate in record.pending
         ):
             return
         waiting = record.pending
@@ -178,6 +178,12 @@ class BlockPipeline:
                 self._waiting.append([self._block(req, candidate, source)])
             else:
                 record.pending.append(candidate)
+
+    def _has_source(self, req: Request, candidate: Candidate) -> bool:
+        """Whether the source of ``candidate`` has its row. Unlike whether its request still exists, which only
+        a weak reference knows, this is so on all ranks or on none."""
+        source = req if candidate.source is None else candidate.source()
+        return source is not None and has_row(source)
 
     def returning(self) -> set[int]:
         """``id`` of every request with a block that shared before a retraction and is not judged again yet."""

@@ -315,7 +315,7 @@ class TwoRanks(Ranks):
     """This rank, and another one that agrees with it."""
 
     def __init__(self) -> None:
-        super().__init__(group=object())
+        super().__init__(group=SimpleNamespace(size=lambda: 2))
 
 
 @pytest.mark.parametrize("fails", ["before", "copying", "loading"])

@@ -86,6 +86,7 @@ class SwapsOut(Publishes):
         swap = self.token_to_kv_pool_allocator.swap
         if (
             swap is None
+            or swap.rests
             or not self._swaps(req)
             or isinstance(req.last_node, Composition)
             or req.to_finish is not None
