@@ -329,6 +329,18 @@ GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
 GROUPS_SHORT = GROUPS.having(
     "short", "--max-total-tokens 800", CROWDED, **retracting(150)
 ).for_long_runs()
+#: Four tensor-parallel ranks of one group, on two cores. They exchange numbers in another way than two do.
+FOUR_RANKS = (
+    replace(SHARED, name="qwen3_moe", model="qwen3_moe")
+    .having(
+        "tp4",
+        "--dtype float32 --tp 4 --random-seed 7 --max-total-tokens 800",
+        *EAGER_CIRCLES,
+        CROWDED,
+        **{WAITS: "1", **TWO_CORES, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", **retracting(150)},
+    )
+    .for_long_runs()
+)
 #: DP attention with two groups of two ranks: four processes on two cores.
 GROUPS_OF_TWO = GROUPS.having(
     "tp4", "--tp 4", SGLANG_CPU_OMP_THREADS_BIND="0|1|0|1"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests DP attention: each group of ranks has its own requests, filter process, ledger (block pairs that may
-share) and report. All groups run each forward together, because they compute the experts together."""
+"""Tests more than two ranks, and DP attention: each group of ranks has its own requests, filter process,
+ledger (block pairs that may share) and report. All groups run each forward together, because they compute the
+experts together."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, wait_until_idle
-from tests.server.problems import OPT_OUT, letters, reports, told
-from tests.server.reference import Beside, Loop
+from tests.server.problems import OPT_OUT, TO_THE_END, letters, report, reports, respond, told
+from tests.server.reference import ROUNDING, Beside, Loop
 
 _MOST = 300
 
@@ -104,4 +105,24 @@ def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.Ser
     assert "#retracted_reqs" in server.log_text(log)
     opted_out = [at for at, job in enumerate(jobs) if not job[2]]
     _check(server, loop, [jobs[at] for at in opted_out], [responses[at] for at in opted_out])
+    assert_whole(server, log)
+
+
+@specs.FEW_CORES
+@pytest.mark.parametrize("spec", [specs.FOUR_RANKS])
+def test_four_ranks_decide_alike(servers: ServerPool, spec: specs.ServerSpec) -> None:
+    """If they did not, they would wait for each other, or SGLang's checks would find lost slots."""
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
+    log = server.log_size()
+    respond(server, letters(9), 400, **TO_THE_END)
+    wait_until_idle(server)
+    totals = report(server)["totals"]
+    assert totals["blocks_shared"] > 8 and totals["shortages"] > 0 == totals["blocks_missed"]
+    assert totals["requests_swapped"] > 0 and "#retracted_reqs" in server.log_text(log)
+    for text, found in zip(
+        letters(3), respond(server, letters(3), 200, sampling_params=OPT_OUT), strict=True
+    ):
+        ids = loop.tokenizer(text)["input_ids"]
+        assert loop.compare(ids, found).off.max() < ROUNDING
     assert_whole(server, log)
