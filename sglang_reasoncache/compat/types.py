@@ -264,6 +264,8 @@ class PreallocQueue(Protocol):
     num_reserved_decode_tokens: int
 
     scheduler: Any
+    #: Requests whose prompts' KV is being transferred.
+    transfer_queue: Any
 
     def _active_req_count(self, extra_reserved_reqs: int = 0) -> int: ...
     def _active_reserved_tokens(

@@ -54,9 +54,9 @@ class Ranks:
         raise RankFailed
 
     def _smallest(self, box: torch.Tensor) -> torch.Tensor:
-        """The smallest of all ranks' numbers, int64 ``[n]`` each. Gloo reduces around a ring, with 2 (n - 1)
-        messages after each other: among more than two ranks, a rank collects and tells (as SGLang's
-        ``exchange_sync_rows``)."""
+        """The smallest of each number over all ranks. ``box``: this rank's, int64 ``[numbers]``. Gloo's
+        all_reduce takes 2 (ranks - 1) messages one after the other; among more than two ranks, rank 0 of the
+        group gathers the numbers and broadcasts the result, much like SGLang's ``exchange_sync_rows``."""
         if self._size <= 2:
             dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._group)
             return box

@@ -309,7 +309,7 @@ def make_cuda(
     missing, or SGLang could not apply a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
-    ranks = _ranks()
+    ranks = all_ranks()
     try:
         try:
             backend = _ready_for_graphs(model_runner, name, cached, config, requested_by)
@@ -374,7 +374,7 @@ def _ready_for_graphs(
     return backend
 
 
-def _ranks() -> Ranks:
+def all_ranks() -> Ranks:
     """All tensor-parallel ranks of this server, those of every DP-attention group included."""
     parallel = compat.get_parallel()
     return Ranks(parallel.tp_group.cpu_group if parallel.tp_size > 1 else None)

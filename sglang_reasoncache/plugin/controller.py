@@ -40,9 +40,9 @@ class Controller:
     """SGLang's scheduler calls the controller through hooks; our allocator and prefix tree ask it as their
     ``SlotOwner``, which says where exceptions are contained (see ``containment.py``).
 
-    In the controller, tensor-parallel ranks exchange numbers only inside :meth:`Containment.together`. All
-    ranks call that method at the same points, because the events that lead to a call are the same on all
-    ranks: decode steps, prefills, admissions and shortages of slots.
+    In the controller, tensor-parallel ranks exchange numbers only inside :meth:`Containment.together` and
+    :meth:`Containment.least`. All ranks call these methods at the same points, because the events that lead to
+    a call are the same on all ranks: decode steps, prefills, admissions, retractions and shortages of slots.
 
     Attributes:
         config: The settings, as ``ResolvedConfig`` has them.

@@ -49,6 +49,8 @@ class PreallocAdmission:
         self._prompt: int | None = None
         # The operator's --num-reserved-decode-tokens. None until SGLang asks first.
         self._most: int | None = None
+        # How many requests SGLang has admitted in this pass.
+        self._extra = 0
         # Passes in which ``after_queue`` might have asked for arrived prompts, as SGLang counts its own.
         self._passes = 0
 
@@ -70,6 +72,7 @@ class PreallocAdmission:
         self._surplus = 0
         # SGLang asks with ``count_retracted`` for new requests, without for those that come back.
         if queue.queue if count_retracted else queue.retracted_queue:
+            self._extra = extra_reserved_reqs
             promise = self._promised(queue, comes_back=not count_retracted)
             kept = queue._active_reserved_tokens(extra_reserved_reqs=extra_reserved_reqs)
             reserved_tokens = max(kept - promise.shareable, 0)
@@ -98,7 +101,7 @@ class PreallocAdmission:
         """How many slots a new request must find: its prompt's and some for its output, and as many as it needs
         to finish if all others are retracted."""
         self._prompt = allocated_tokens
-        self._promised(queue)
+        self._promised(queue, length=prefix_len + allocated_tokens)
         left = _without_saved(queue, retractable_tokens)
         return stock(queue, req, allocated_tokens, prefix_len, left)
 
@@ -165,11 +168,11 @@ class PreallocAdmission:
             arrived = scheduler.disagg_decode_transfer_queue.pop_transferred()
             scheduler.waiting_queue.extend(arrived)
 
-    def _promised(self, queue: PreallocQueue, comes_back: bool = False) -> Promise:
+    def _promised(self, queue: PreallocQueue, comes_back: bool = False, length: int = 0) -> Promise:
         """What admission may count on, asked once after each decode step; sets SGLang's reserve for the output
         of a request to it. Nothing where SGLang ends each request that it retracts, and where SGLang's own
         reserve is all that keeps slots in the window pool. ``comes_back``: whether SGLang asks for requests
-        that were retracted, which make room on the host."""
+        that were retracted, which make room on the host. ``length``: that of the request that SGLang checks."""
         if self._most is None:
             self._most = queue.num_reserved_decode_tokens
         if self._promised_at != self._controller.steps:
@@ -178,12 +181,12 @@ class PreallocAdmission:
         can = _retracts(queue) and not _overlooks_windows(queue)
         promise = self._promise if can else NOTHING_PROMISED
         reserved = promise.reserved(self._most, 1)
-        room = None if comes_back else _room_for_copies(queue, self._most)
+        taken = _just_taken(queue)
+        room = None if comes_back else _room_for_copies(queue, taken, length, self._most)
         if room is not None:
-            # The request that SGLang checks, and those that it has just taken into a batch, count, too.
-            batch = queue.scheduler.last_batch
-            taken = len(batch.reqs) if batch and batch.forward_mode.is_prebuilt() else 0
-            active = queue._active_req_count() + 1 + taken
+            # Those that SGLang admitted in this pass, the one that it checks and those that it has just taken
+            # into a batch count, too.
+            active = queue._active_req_count(self._extra) + 1 + len(taken)
             reserved = max(reserved, self._most - room / active)
         queue.num_reserved_decode_tokens = math.ceil(reserved)
         return promise
@@ -222,10 +225,17 @@ def _retracts(queue: PreallocQueue) -> bool:
     return backup == "host_pool" or (backup == "cpu_tensor" and in_tensors)
 
 
-def _room_for_copies(queue: PreallocQueue, ahead: int) -> int | None:
+def _just_taken(queue: PreallocQueue) -> list[Any]:
+    """Requests that SGLang has just taken into a batch, and that are in no queue."""
+    batch = queue.scheduler.last_batch
+    return list(batch.reqs) if batch and batch.forward_mode.is_prebuilt() else []
+
+
+def _room_for_copies(queue: PreallocQueue, taken: list[Any], length: int, ahead: int) -> int | None:
     """For how many positions of retracted requests admission may count on room on the host: half of it, because
     a request that shares frees fewer slots than its copy takes. A copy is a request whole, so as much as the
-    longest one is left out; it may grow by ``ahead``. None: as many as there may be."""
+    longest one is left out: of the running ones, of those to come, of those ``taken``, and one of ``length``
+    positions. It may grow by ``ahead``. None: as many as there may be."""
     if compat.get_disagg().disaggregation_decode_retraction_backup != "host_pool":
         return None
     # Windows have a host pool of their own. SGLang's own allocator has no handover.
@@ -234,6 +244,8 @@ def _room_for_copies(queue: PreallocQueue, ahead: int) -> int | None:
     places = [min(pool.available_size() for pool in pools)]
     if handover is not None:
         places.append(handover.room)
-    running = [*queue.scheduler.running_batch.reqs, *queue.scheduler.waiting_queue]
-    longest = max((req.seqlen for req in running), default=0) + ahead
+    coming = [decode_req.req for decode_req in queue.transfer_queue.queue]
+    scheduler = queue.scheduler
+    reqs = [*scheduler.running_batch.reqs, *scheduler.waiting_queue, *coming, *taken]
+    longest = max([length, *(req.seqlen for req in reqs)]) + ahead
     return sum(max(place - longest, 0) for place in places) // 2

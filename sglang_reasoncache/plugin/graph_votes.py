@@ -128,6 +128,8 @@ def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: An
 def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
     """SGLang has turned the smallest decode vote into a bool. Restore the vote from ``info.tp0_info_cpu``
     ``[groups, columns]``. The batch carries this vote to ``SharedSlotReads.choose_graph``."""
+    if _backend is None:
+        return
     votes = info.tp0_info_cpu[:, _DECODE_VOTE]
     info.can_run_decode_cuda_graph = GraphVote(int(votes.min()))
 

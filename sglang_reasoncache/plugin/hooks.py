@@ -145,7 +145,7 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
     Where KV cannot be shared, SGLang's allocator stays. Raises ValueError then if a policy is to evict or
     select, or keys must be corrected."""
     from sglang_reasoncache.config import config_of
-    from sglang_reasoncache.plugin.server import ServerParts, dp_rank
+    from sglang_reasoncache.plugin.server import ServerParts, check_build, dp_rank
     from sglang_reasoncache.plugin.unshared import Unshared
 
     global _server, _unshared
@@ -157,6 +157,7 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
     if config is None:
         # This server runs without the plugin; an earlier server in this process installed the hooks.
         return None
+    check_build()
     try:
         _server = ServerParts(config, result)
     except CannotShare as error:

@@ -318,11 +318,8 @@ class ServerParts:
         swap = self._swap(tree, resolved, args)
         continues = self._continues(tree, config, args)
         documents_off = self._documents_off(tree, config, args)
-        everybody = Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None)
-        # First, because another build may compare other settings.
-        check_alike(everybody, {"build": build()})
         check_alike(
-            everybody,
+            attention.all_ranks(),
             {
                 **config.to_dict(),
                 "host_swap_gb": swap is not None,
@@ -468,12 +465,22 @@ def _first(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def check_build() -> None:
+    """Raise ValueError on all tensor-parallel ranks unless all run the same build. All call this together,
+    before they exchange anything else, which another build might do in another way."""
+    ranks = attention.all_ranks()
+    if not ranks.alone:
+        check_alike(ranks, {"build": build()})
+
+
 def build() -> str:
-    """What decides beside settings: this package's sources, and what its decisions rest on."""
+    """Names what runs here: a digest of this package's Python sources, if they are files, and the versions of
+    Python, NumPy, PyTorch and SGLang. Ranks with equal builds and settings decide alike."""
     sources = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted(sources.rglob("*.py")):
-        digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(path for path in sources.rglob("*.py") if path.is_file()):
+        text = path.read_bytes().replace(b"\r\n", b"\n")
+        digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + text)
     versions = platform.python_version(), np.__version__, torch.__version__, version("sglang")
     return f"{digest.hexdigest()[:12]} with Python, NumPy, PyTorch, SGLang {', '.join(versions)}"
 
@@ -491,8 +498,8 @@ def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
             differ.append(f"{name} (here {value!r:.100})")
     if differ:
         raise ValueError(
-            "--enable-reasoncache needs the same settings on all tensor-parallel ranks, which differ in: "
-            + "; ".join(differ)
+            "--enable-reasoncache needs the same build and settings on all tensor-parallel ranks, which "
+            "differ in: " + "; ".join(differ)
         )
 
 

@@ -51,7 +51,9 @@ class Headroom:
     def _scale(self, tokens: float) -> None:
         # One retraction at most doubles the reserve, even if the request held most of a small pool.
         change = min(tokens / self._slots, math.log(2))
-        self.ahead = min(max(self.ahead * math.exp(change), self._least), MOST)
+        ahead = min(max(self.ahead * math.exp(change), self._least), MOST)
+        # Powers differ in the last bit from CPU to CPU, and ranks on two machines must decide alike.
+        self.ahead = float(f"{ahead:.12g}")
 
 
 class Shortage:

@@ -105,6 +105,17 @@ def test_what_is_reserved_less_than_by_sglang_has_room_on_the_host(
         assert kept == math.ceil(max(learned, 100 - counts / 4))
         free = queue.world.allocator.available_size()
         assert left == free - max(3 * kept - promise.shareable, 0)
+        if counts:
+            # Those that SGLang admitted in the same pass, and longer ones, leave less.
+            queue._allocatable_token_budgets(retractable_tokens=held, extra_reserved_reqs=2)
+            assert queue.num_reserved_decode_tokens == math.ceil(max(learned, 100 - counts / 6))
+            longer = queue.world.request("long", range(2000, 2000 + 900))
+            queue.transfer_queue.queue.append(SimpleNamespace(req=longer, host_staged=False))
+            queue._allocatable_token_budgets(retractable_tokens=held)
+            assert queue.num_reserved_decode_tokens == 100, "no room for a copy of it"
+            queue.transfer_queue.queue.clear()
+            queue._required_admission_tokens(longer, 900, 0, held)
+            assert queue.num_reserved_decode_tokens == 100, "nor of what SGLang checks"
         queue.retracted_queue.append(running[0])
         again = queue._allocatable_token_budgets(retractable_tokens=held, count_retracted=False)
         assert queue.num_reserved_decode_tokens == learned, "those that come back empty the host"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps KV of retracted requests on the host (``swap.py``), and tells the owner of rows that are freed."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ class SwapsOut(Publishes):
     #: What :meth:`_window_to_swap` found for the request whose row is being freed.
     _window: torch.Tensor | None = None
     #: What :meth:`Handover.drafts_of` copied of that request.
-    _drafts: Sequence[Any] = ()
+    _drafts: list[Any] = []  # noqa: RUF012 replaced, never changed
 
     def claim_kv_row(self, req: Request) -> bool:
         """SGLang asks whether a session keeps the row of ``req``, before it frees it. Only now do slots still
@@ -45,7 +44,9 @@ class SwapsOut(Publishes):
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         state = None
         window = self._window
+        drafts = self._drafts
         self._window = None
+        self._drafts = []
         if self._swaps(req):
             with self.owner.contained_alone():
                 state = self._state_to_swap(req)
@@ -55,7 +56,7 @@ class SwapsOut(Publishes):
             self._swap_out(req, row, state, window)
             handover = self.token_to_kv_pool_allocator.handover
             if handover is not None:
-                self.owner.once_more(handover.retracted, req, row, self._drafts)
+                self.owner.once_more(handover.retracted, req, row, drafts)
         self.owner.released(req, row)
         if not req.finished() and swapped_of(req) is None:
             # Its prompt is matched again, or computed.
