@@ -28,7 +28,7 @@ from sglang_reasoncache.cache.references import (
     named_pages,
 )
 from sglang_reasoncache.cache.repair import Repairs
-from sglang_reasoncache.cache.swap import HostSwap
+from sglang_reasoncache.cache.swap import HostSwap, give_back_pinned
 from sglang_reasoncache.compat.types import PrefixTree, Request
 from sglang_reasoncache.device.in_flight import ReadsInFlight
 from sglang_reasoncache.device.upload import upload
@@ -102,7 +102,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         if self.swap is not None:
             self.swap.give_back()
         if self.handover is not None:
-            self.handover.give_back()
+            give_back_pinned()
         self.has_shifted_slots = False
         self.has_evicted = False
         self._held: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.cache.swap import behind, computed_length, idle_pinned
+from sglang_reasoncache.cache.swap import behind, computed_length, limit_pinned
 from sglang_reasoncache.compat.carriers import COPIED
 from sglang_reasoncache.compat.types import KVPool, ReqToTokenPool, Request
 from sglang_reasoncache.device.upload import upload
@@ -32,7 +32,7 @@ class Copied(NamedTuple):
 
     cached_at: torch.Tensor
     first_shared: int | None
-    drafts: list[Any]
+    drafts: Sequence[Any]
 
 
 class Handover:
@@ -63,7 +63,8 @@ class Handover:
         self._draft_pools = draft_pools
         self._most = room
         self._slot_bytes = slot_bytes
-        # Positions of each copy, by the identity of its tensors.
+        # Positions of each copy, by the identity of its tensors. Not by weak references, because ranks decide
+        # by it, and collect garbage at other times.
         self._copies: dict[int, int] = {}
 
     @property
@@ -77,17 +78,10 @@ class Handover:
         return sum(self._copies.values()) * self._slot_bytes
 
     def make_room(self, positions: int) -> None:
-        """Before ``positions`` are copied: PyTorch keeps freed pinned memory, and uses it again for tensors of
-        a similar size only."""
-        on_gpu = self._rows.req_to_token.is_cuda
-        wanted = positions * self._slot_bytes
-        if on_gpu and self.num_bytes + wanted + idle_pinned() > 2 * self._most * self._slot_bytes:
-            self.give_back()
-
-    def give_back(self) -> None:
-        """Give back the pinned memory that nobody uses: a trainer beside the server may want it."""
-        if torch.cuda.is_initialized():
-            torch.accelerator.memory.empty_host_cache()
+        """Called before ``positions`` are copied. See :func:`limit_pinned`."""
+        if self._rows.req_to_token.is_cuda:
+            wanted = self.num_bytes + positions * self._slot_bytes
+            limit_pinned(wanted, self._most * self._slot_bytes)
 
     def copied(self, backup: Any, positions: int) -> None:
         """SGLang copied ``positions`` of a request that is being retracted, as tensors."""
@@ -102,16 +96,16 @@ class Handover:
         backup = req.kv.retraction_backup
         return backup is not None and id(backup.cpu_tensors) in self._copies
 
-    def drafts_of(self, req: Request) -> list[Any]:
+    def drafts_of(self, req: Request) -> Sequence[Any]:
         """Copies of the draft models' KV of ``req``, which is being retracted, if SGLang's copy lacks it.
         Called before the row is freed: windows lose their slots at once."""
         backup = req.kv.retraction_backup
         if backup is None or backup.cpu_tensors is None or not self._draft_pools:
-            return []
+            return ()
         slots = self._slots(req, 0, computed_length(req))
         return [pool.get_cpu_copy(slots) for pool in self._draft_pools]
 
-    def retracted(self, req: Request, row: HostRow, drafts: list[Any]) -> None:
+    def retracted(self, req: Request, row: HostRow, drafts: Sequence[Any]) -> None:
         """Note what SGLang's copy of ``req`` lacks. Called when the row is freed, before a forward rewrites it.
         ``row``: our copy of the row. ``drafts``: see :meth:`drafts_of`. SGLang makes no copy if a prefill
         server is to compute the KV again."""

@@ -152,8 +152,7 @@ class HostSwap:
     def give_back(self) -> None:
         """As :meth:`forget`, and give back the pinned memory: a trainer beside the server may want it."""
         self.forget()
-        if torch.cuda.is_initialized():
-            torch.accelerator.memory.empty_host_cache()
+        give_back_pinned()
 
     def out(
         self,
@@ -201,9 +200,8 @@ class HostSwap:
             wanted += len(window) * size
         if self.num_bytes + wanted > self._limit:
             return None
-        if slots.is_cuda and self.num_bytes + wanted + idle_pinned() > 2 * self._limit:
-            # PyTorch keeps freed pinned memory, and uses it again for tensors of a similar size only.
-            torch.accelerator.memory.empty_host_cache()
+        if slots.is_cuda:
+            limit_pinned(self.num_bytes + wanted, self._limit)
         kept_state = None if state is None else copy_state()
         kept_window = None if window is None else self._window_copies(allocator, window)
         # Two copies: the tree may still have the first part when the request returns.
@@ -308,6 +306,19 @@ def behind(held: int, slots: torch.Tensor) -> torch.Tensor:
 def computed_length(req: Request) -> int:
     """Number of positions of a running request whose KV is computed, without a step in flight."""
     return len(req.origin_input_ids) + len(req.output_ids) - 1
+
+
+def limit_pinned(wanted: int, limit: int) -> None:
+    """Called before ``wanted`` bytes are in use: PyTorch keeps freed pinned memory, and uses it again for
+    tensors of a similar size only. Gives it back if both were more than twice ``limit``."""
+    if wanted + idle_pinned() > 2 * limit:
+        give_back_pinned()
+
+
+def give_back_pinned() -> None:
+    """Give back the pinned memory that nobody uses."""
+    if torch.cuda.is_initialized():
+        torch.accelerator.memory.empty_host_cache()
 
 
 def idle_pinned() -> int:

@@ -355,7 +355,7 @@ def register_hook(target: str, function: Callable[..., Any], kind: Any) -> None:
 def _has_ours(target: str) -> bool:
     """Whether we registered a hook for ``target``."""
     hooks = resolve("HookRegistry")._hooks.get(target, ())
-    # Some of our hooks are ``functools.partial`` objects.
+    # A ``functools.partial`` object has the module of its class.
     functions = (getattr(hook, "func", hook) for _, hook, _ in hooks)
     ours = __name__.partition(".")[0]
     return any(str(function.__module__).partition(".")[0] == ours for function in functions)

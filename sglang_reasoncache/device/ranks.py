@@ -20,6 +20,12 @@ class RanksTorn(Exception):
     tokens, or wait for each other forever."""
 
 
+def alike(number: float) -> float:
+    """``number``, rounded: powers differ in the last bit from CPU to CPU, and ranks on two machines must decide
+    alike."""
+    return float(f"{number:.12g}")
+
+
 class Ranks:
     """Makes one rank's reductions with the other ranks of its tensor-parallel group.
 

@@ -50,18 +50,16 @@ class Containment:
     def together(self, work: Callable[..., None], *arguments: object) -> None:
         """Call ``work``, which may make reductions over the ranks. Then make one more reduction, even after a
         failure: a rank that fails early must still take part in the next reduction of the other ranks."""
-        with self:
-            try:
-                work(*arguments)
-            except RanksTorn:
-                raise
-            except Exception as error:
-                self._failed(error)
-            self._ranks.agree()
+
+        def nothing() -> int:
+            work(*arguments)
+            return 0
+
+        self.least(nothing)
 
     def least(self, work: Callable[[], int]) -> int:
-        """The smallest result of ``work``, which makes no reductions, on any rank, by one reduction. 0 if a
-        rank failed."""
+        """As :meth:`together`. Returns the smallest result of ``work`` on any rank, which that last reduction
+        finds; 0 if a rank failed."""
         with self:
             value = 0
             try:

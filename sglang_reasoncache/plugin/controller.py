@@ -14,7 +14,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED, Promise
-from sglang_reasoncache.cache.swap import swapped_of
+from sglang_reasoncache.cache.swap import give_back_pinned, swapped_of
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import takes_part
@@ -175,7 +175,7 @@ class Controller:
             swap.give_back()
             swap.rests = True
         if self.report.handover is not None:
-            self.report.handover.give_back()
+            give_back_pinned()
         try:
             yield
         finally:

@@ -160,7 +160,7 @@ class PreallocAdmission:
         if not queue.retracted_queue:
             return
         idle = not scheduler.running_batch.reqs and not scheduler.waiting_queue
-        if idle or self._promised(queue) is not NOTHING_PROMISED:
+        if idle or self._promise_now(queue) is not NOTHING_PROMISED:
             interval = compat.get_disagg().disaggregation_decode_polling_interval
             self._passes = (self._passes + 1) % interval
             if self._passes:
@@ -169,27 +169,26 @@ class PreallocAdmission:
             scheduler.waiting_queue.extend(arrived)
 
     def _promised(self, queue: PreallocQueue, comes_back: bool = False, length: int = 0) -> Promise:
-        """What admission may count on, asked once after each decode step; sets SGLang's reserve for the output
-        of a request to it. Nothing where SGLang ends each request that it retracts, and where SGLang's own
-        reserve is all that keeps slots in the window pool. ``comes_back``: whether SGLang asks for requests
-        that were retracted, which make room on the host. ``length``: that of the request that SGLang checks."""
+        """What admission may count on; sets SGLang's reserve for the output of a request to it. ``comes_back``:
+        whether SGLang asks for requests that were retracted, which make room on the host. ``length``: that of
+        the request that SGLang checks."""
         if self._most is None:
             self._most = queue.num_reserved_decode_tokens
+        promise = self._promise_now(queue)
+        reserved = promise.reserved(self._most, 1)
+        if not comes_back:
+            reserved = max(reserved, _least_reserve(queue, self._most, self._extra, length))
+        queue.num_reserved_decode_tokens = math.ceil(reserved)
+        return promise
+
+    def _promise_now(self, queue: PreallocQueue) -> Promise:
+        """What admission may count on, asked once after each decode step. Nothing where SGLang ends each
+        request that it retracts, and where SGLang's own reserve is all that keeps slots in the window pool."""
         if self._promised_at != self._controller.steps:
             self._promised_at = self._controller.steps
             self._promise = self._controller.promise()
         can = _retracts(queue) and not _overlooks_windows(queue)
-        promise = self._promise if can else NOTHING_PROMISED
-        reserved = promise.reserved(self._most, 1)
-        taken = _just_taken(queue)
-        room = None if comes_back else _room_for_copies(queue, taken, length, self._most)
-        if room is not None:
-            # Those that SGLang admitted in this pass, the one that it checks and those that it has just taken
-            # into a batch count, too.
-            active = queue._active_req_count(self._extra) + 1 + len(taken)
-            reserved = max(reserved, self._most - room / active)
-        queue.num_reserved_decode_tokens = math.ceil(reserved)
-        return promise
+        return self._promise if can else NOTHING_PROMISED
 
 
 def _without_saved(queue: PreallocQueue, tokens: int | None) -> int | None:
@@ -225,27 +224,28 @@ def _retracts(queue: PreallocQueue) -> bool:
     return backup == "host_pool" or (backup == "cpu_tensor" and in_tensors)
 
 
-def _just_taken(queue: PreallocQueue) -> list[Any]:
-    """Requests that SGLang has just taken into a batch, and that are in no queue."""
-    batch = queue.scheduler.last_batch
-    return list(batch.reqs) if batch and batch.forward_mode.is_prebuilt() else []
+def _least_reserve(queue: PreallocQueue, most: int, admitted: int, length: int) -> float:
+    """How many slots to reserve at least for the output of each request, so that what all leave out of ``most``
+    can be copied to the host: at most half of the room there, because a request that shares frees fewer slots
+    than its copy takes. 0 if copies have no limit.
 
-
-def _room_for_copies(queue: PreallocQueue, taken: list[Any], length: int, ahead: int) -> int | None:
-    """For how many positions of retracted requests admission may count on room on the host: half of it, because
-    a request that shares frees fewer slots than its copy takes. A copy is a request whole, so as much as the
-    longest one is left out: of the running ones, of those to come, of those ``taken``, and one of ``length``
-    positions. It may grow by ``ahead``. None: as many as there may be."""
+    A copy is a request whole, so room for the longest one, which may grow by ``most``, is left out.
+    ``admitted``: how many requests SGLang has admitted in this pass. ``length``: see ``_promised``."""
     if compat.get_disagg().disaggregation_decode_retraction_backup != "host_pool":
-        return None
+        return 0
     # Windows have a host pool of their own. SGLang's own allocator has no handover.
     pools = [entry.host_pool for entry in queue.tree_cache.host_pool_group.entry_map.values()]
     handover: Handover | None = getattr(queue.token_to_kv_pool_allocator, "handover", None)
     places = [min(pool.available_size() for pool in pools)]
     if handover is not None:
         places.append(handover.room)
-    coming = [decode_req.req for decode_req in queue.transfer_queue.queue]
     scheduler = queue.scheduler
+    batch = scheduler.last_batch
+    # In no queue.
+    taken = batch.reqs if batch and batch.forward_mode.is_prebuilt() else []
+    coming = [decode_req.req for decode_req in queue.transfer_queue.queue]
     reqs = [*scheduler.running_batch.reqs, *scheduler.waiting_queue, *coming, *taken]
-    longest = max([length, *(req.seqlen for req in reqs)]) + ahead
-    return sum(max(place - longest, 0) for place in places) // 2
+    longest = max([length, *(req.seqlen for req in reqs)]) + most
+    room = sum(max(place - longest, 0) for place in places) // 2
+    # The request that SGLang checks counts, too.
+    return most - room / (queue._active_req_count(admitted) + 1 + len(taken))

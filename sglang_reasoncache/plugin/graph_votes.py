@@ -13,8 +13,6 @@ from sglang_reasoncache.compat.types import ModelRunner
 
 #: Column of ``can_run_decode_cuda_graph`` in the table that the groups of DP attention exchange.
 _DECODE_VOTE = 2
-
-
 #: The ``SharedSlotReads`` of this scheduler. Without one the hooks leave SGLang as it is.
 _backend: Any = None
 
@@ -35,7 +33,7 @@ def install(backend: Any) -> None:
         for name, hook in after.items()
     }
     hooks[compat.CUDA_HOOK_TARGETS["graph_variants"]] = (
-        _around_variants,
+        _around_graph_variants,
         compat.HookType.AROUND,
     )
     hooks[compat.CUDA_HOOK_TARGETS["load_batch"]] = (
@@ -142,17 +140,13 @@ def _before_load_batch(
     backend.choose_graph(forward_batch)
 
 
-def _around_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
-    if _backend is None:
-        return original(hf_config)
-    return _around_graph_variants(_backend, original, hf_config)
-
-
-def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:
+def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
     variants = original(hf_config)
+    if _backend is None:
+        return variants
     if variants is not None:
         raise ValueError(
-            f"{backend.requested_by}: this model's decode graphs have variants of their own "
+            f"{_backend.requested_by}: this model's decode graphs have variants of their own "
             f"({', '.join(variants.capture_labels)})"
         )
-    return GraphVariants(backend)
+    return GraphVariants(_backend)

@@ -194,17 +194,15 @@ class ServerParts:
         # On a decode server see :meth:`_handover`.
         if limit == 0 or not resolved.learns or _decodes_only(args):
             return None
-        drafts = {
+        reasons = {
             "a draft model's KV was not found": refusals.has_draft_model(args)
-            and not self._draft_pools
-        }
-        ahead = {
+            and not self._draft_pools,
             "a step in flight takes the only state further than the tokens that are known": (
                 tree.is_mamba_enabled
                 and not tree.enable_mamba_extra_buffer
                 and compat.speculation(args) is not None
                 and not compat.get_schedule().disable_overlap_schedule
-            )
+            ),
         }
         least = tree.least_window_pool
         small = {
@@ -214,8 +212,7 @@ class ServerParts:
         }
         reason = (
             _has_host_tier(tree)
-            or _first(drafts)
-            or _first(ahead)
+            or _first(reasons)
             or _needs_more_than_kv(tree, config, args, keeps_endings=True)
             or _first(small)
             or self._reads_as_cached(config)

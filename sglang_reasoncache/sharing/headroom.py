@@ -7,6 +7,8 @@ many, retracts them, and computes their KV again."""
 
 import math
 
+from sglang_reasoncache.device.ranks import alike
+
 #: How many tokens may be lost to retractions, per token of output, while requests wait for slots. Computing a
 #: token of KV again in a prefill costs about 2% of a decode step. At this cost, a loss of 0.3 to 0.5 is within
 #: a few percent of the best fixed reserve (tests/unit/test_headroom.py simulates SGLang's scheduler).
@@ -51,9 +53,7 @@ class Headroom:
     def _scale(self, tokens: float) -> None:
         # One retraction at most doubles the reserve, even if the request held most of a small pool.
         change = min(tokens / self._slots, math.log(2))
-        ahead = min(max(self.ahead * math.exp(change), self._least), MOST)
-        # Powers differ in the last bit from CPU to CPU, and ranks on two machines must decide alike.
-        self.ahead = float(f"{ahead:.12g}")
+        self.ahead = alike(min(max(self.ahead * math.exp(change), self._least), MOST))
 
 
 class Shortage:

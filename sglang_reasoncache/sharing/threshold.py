@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglang_reasoncache.device.ranks import alike
+
 _LOW = 1e-7
 _HIGH = 1e3
 _PER_DECADE = 256
@@ -17,8 +19,7 @@ _PER_DECADE = 256
 _EDGES = np.concatenate(
     [[0.0, _LOW], _LOW * 10.0 ** (np.arange(1, 10 * _PER_DECADE + 1) / _PER_DECADE), [_HIGH]]
 )
-# NumPy's powers differ in the last bit from CPU to CPU, and ranks on two machines must decide alike.
-_EDGES = np.array([float(f"{edge:.12g}") for edge in _EDGES])
+_EDGES = np.array([alike(edge) for edge in _EDGES])
 #: All counts of the histogram are halved when their sum exceeds this number. Recent distances then weigh more,
 #: so the percentile follows the load of a server that runs for weeks.
 _FULL = 2.0**21

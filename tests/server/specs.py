@@ -476,10 +476,11 @@ _BY_NGRAMS = (
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6",
     "--speculative-ngram-max-bfs-breadth 4",
 )
-_CHAINS_BY_MODEL = (
-    "--speculative-algorithm STANDALONE --speculative-num-steps 3 --speculative-eagle-topk 1 "
-    "--speculative-num-draft-tokens 4"
+_CHAINS = (
+    "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+    "--speculative-algorithm"
 )
+_CHAINS_BY_MODEL = f"{_CHAINS} STANDALONE"
 _BY_MODEL = f"{_CHAINS_BY_MODEL} --speculative-draft-model-path {CHECKPOINT}"
 #: SGLang copies a draft model's KV to the host with the served model's.
 DRAFTS_HOST_TIER = HOST_TIER.having(
@@ -497,8 +498,7 @@ DRAFTS = SHARED.having("drafts", FP32, *EAGER, _BY_MODEL, **_SPECULATES).for_lon
 EAGLE3 = replace(
     SHARED.having(
         "eagle3",
-        *(FP32, *EAGER, "--speculative-algorithm EAGLE3 --speculative-eagle-topk 1"),
-        "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
+        *(FP32, *EAGER, f"{_CHAINS} EAGLE3"),
         **_SPECULATES,
         **_importing("qwen3", "qwen2", "llama", "llama_eagle3"),
     ),
@@ -512,21 +512,18 @@ DRAFTS_SHORT = SHARED.having(
     "drafts-short", FP32, *SOON, _BY_MODEL, TIGHT, CROWDED, **_SPECULATES, **retracting(25)
 ).for_long_runs()
 #: DeepSeek's layer of multi-token prediction drafts. Latent rows are verified.
-_BY_MTP = (
-    "--speculative-algorithm NEXTN --speculative-eagle-topk 1",
-    "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
-)
+_BY_MTP = f"{_CHAINS} NEXTN"
 _MTP_MODULES = _importing("deepseek_v2", "deepseek_nextn")
-MTP = at_once("deepseek_v3").having("mtp", *_BY_MTP, **_SPECULATES, **_MTP_MODULES).for_long_runs()
+MTP = at_once("deepseek_v3").having("mtp", _BY_MTP, **_SPECULATES, **_MTP_MODULES).for_long_runs()
 #: Hybrid models: SGLang keeps a state for each drafted token until it knows which are accepted.
 _WITH_STATES = _plugins("state_layers", "speculating")
 _QWEN_MTP = _importing("qwen3_5_text", "qwen3_5_mtp")
 STATES_NGRAMS = at_once("qwen3_5_text").having("ngrams", *_BY_NGRAMS, **_WITH_STATES)
 STATES_MTP = (
-    at_once("qwen3_5_text").having("mtp", *_BY_MTP, **_WITH_STATES, **_QWEN_MTP).for_long_runs()
+    at_once("qwen3_5_text").having("mtp", _BY_MTP, **_WITH_STATES, **_QWEN_MTP).for_long_runs()
 )
 STATES_MTP_SHORT = (
-    short("qwen3_5_text").having("mtp", *_BY_MTP, **_WITH_STATES, **_QWEN_MTP).for_long_runs()
+    short("qwen3_5_text").having("mtp", _BY_MTP, **_WITH_STATES, **_QWEN_MTP).for_long_runs()
 )
 #: SGLang copies states at every 64 tokens, so that what was computed before is cached.
 STATES_COPIED = STATES_MTP.having(
@@ -555,25 +552,21 @@ POOL_DRAFTS = replace(
 POOL_EAGLE3 = replace(
     at_once("gpt_oss").having(
         "eagle3",
-        "--speculative-algorithm EAGLE3 --speculative-eagle-topk 1 "
-        "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
+        f"{_CHAINS} EAGLE3",
         **_WITH_SINKS,
         **_importing("gpt_oss", "llama", "llama_eagle3"),
     ),
     draft=tiny_models.EAGLE3_OF_WINDOWS,
 ).for_long_runs()
 #: MiMo's own way: three layers draft a token each, all with windows. SGLang makes a draft model of each layer.
-_BY_LAYERS = (
-    "--speculative-algorithm EAGLE --speculative-eagle-topk 1",
-    "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
-)
+_BY_LAYERS = f"{_CHAINS} EAGLE"
 _LAYERS = {
     "SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH": "1",
     **_plugins("speculating"),
     **_importing("mimo_v2", "mimo_v2_nextn"),
 }
 LAYERS_DRAFT, LAYERS_DRAFT_SHORT = (
-    make("mimo_v2_flash").having("layers", *_BY_LAYERS, **_LAYERS).for_long_runs()
+    make("mimo_v2_flash").having("layers", _BY_LAYERS, **_LAYERS).for_long_runs()
     for make in (at_once, short)
 )
 WINDOWS_SPECULATING = [spec.for_long_runs() for spec in (WINDOWS_NGRAMS, POOL_NGRAMS, POOL_DRAFTS)]
@@ -592,7 +585,7 @@ OTHER_STATES = [
 ]
 OTHER_STATES.append(
     at_once("qwen3_next")
-    .having("mtp", *_BY_MTP, **_WITH_STATES, **_importing("qwen3_next", "qwen3_next_mtp"))
+    .having("mtp", _BY_MTP, **_WITH_STATES, **_importing("qwen3_next", "qwen3_next_mtp"))
     .for_long_runs()
 )
 #: The same in two groups of DP attention, a rank with a core each. SGLang pads their verifications.
@@ -617,7 +610,7 @@ _MTP_PAIRED = {
     **_plugins("host_tier", "handing_over", "speculating"),
 }
 MTP_PREFILLS = replace(STOCK, name="mtp", model="deepseek_v3").having(
-    "prefills", *_BY_MTP, _PAIR, "prefill --disable-overlap-schedule", **_MTP_PAIRED
+    "prefills", _BY_MTP, _PAIR, "prefill --disable-overlap-schedule", **_MTP_PAIRED
 )
 MTP_DECODES = MTP.having("decodes", _PAIR, "decode", _TENSORS, **_MTP_PAIRED).for_long_runs()
 #: The same with a hybrid model. Its states are handed over, too, and go to the host at retractions.
@@ -628,7 +621,7 @@ _STATES_PAIRED = {
     **_plugins("host_tier", "handing_over", "state_layers", "speculating"),
 }
 STATES_PREFILLS = replace(STOCK, name="qwen3_5_text", model="qwen3_5_text").having(
-    *("prefills", *_BY_MTP, _PAIR, "prefill --disable-overlap-schedule"),
+    *("prefills", _BY_MTP, _PAIR, "prefill --disable-overlap-schedule"),
     "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500",
     **{**dict(STATES_MTP.env), **_STATES_PAIRED},
 )
@@ -644,7 +637,7 @@ _LAYERS_PAIRED = {
 }
 LAYERS_PREFILLS = replace(STOCK, name="mimo_v2_flash", model="mimo_v2_flash").having(
     "prefills",
-    *(*_BY_LAYERS, PAGED_READS, _PAIR, "prefill --disable-overlap-schedule"),
+    *(_BY_LAYERS, PAGED_READS, _PAIR, "prefill --disable-overlap-schedule"),
     **_LAYERS_PAIRED,
 )
 LAYERS_DECODES = LAYERS_DRAFT.having(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps KV of retracted requests on the host (``swap.py``), and tells the owner of rows that are freed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ class SwapsOut(Publishes):
     #: What :meth:`_window_to_swap` found for the request whose row is being freed.
     _window: torch.Tensor | None = None
     #: What :meth:`Handover.drafts_of` copied of that request.
-    _drafts: list[Any] = []  # noqa: RUF012 replaced, never changed
+    _drafts: Sequence[Any] = ()
 
     def claim_kv_row(self, req: Request) -> bool:
         """SGLang asks whether a session keeps the row of ``req``, before it frees it. Only now do slots still
         have their peers in the window pool."""
         self._window = None
-        self._drafts = []
+        self._drafts = ()
         if self._swaps(req):
             with self.owner.contained_alone():
                 self._window = self._window_to_swap(req)
@@ -46,7 +47,7 @@ class SwapsOut(Publishes):
         window = self._window
         drafts = self._drafts
         self._window = None
-        self._drafts = []
+        self._drafts = ()
         if self._swaps(req):
             with self.owner.contained_alone():
                 state = self._state_to_swap(req)
