@@ -5,13 +5,15 @@ import gc
 import logging
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_reasoncache.device.ranks import RankFailed, Ranks, RanksTorn
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 _LONGEST = 300
 
@@ -50,24 +52,15 @@ class Containment:
     def together(self, work: Callable[..., None], *arguments: object) -> None:
         """Call ``work``, which may make reductions over the ranks. Then make one more reduction, even after a
         failure: a rank that fails early must still take part in the next reduction of the other ranks."""
-
-        def nothing() -> int:
-            work(*arguments)
-            return 0
-
-        self.least(nothing)
+        with self:
+            self._contained(work, *arguments)
+            self._ranks.agree()
 
     def least(self, work: Callable[[], int]) -> int:
-        """As :meth:`together`. Returns the smallest result of ``work`` on any rank, which that last reduction
-        finds; 0 if a rank failed."""
+        """The smallest result of ``work``, which makes no reductions, on any rank, by one reduction. 0 if a
+        rank failed."""
         with self:
-            value = 0
-            try:
-                value = work()
-            except RanksTorn:
-                raise
-            except Exception as error:
-                self._failed(error)
+            value = self._contained(work) or 0
             return 0 if self._ended else self._ranks.least(value)
         return 0
 
@@ -90,6 +83,15 @@ class Containment:
         gc.collect()
         torch.cuda.empty_cache()
         return work(*arguments, **named)
+
+    def _contained(self, work: Callable[..., Value], *arguments: object) -> Value | None:
+        try:
+            return work(*arguments)
+        except RanksTorn:
+            raise
+        except Exception as error:
+            self._failed(error)
+        return None
 
     def _failed(self, error: Exception) -> None:
         if self._reason:
