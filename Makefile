@@ -110,7 +110,7 @@ bench-memshare: setup
 	$(PYTHON_ENV) -m eval.bench.servers memshare $(BENCH_ARGS)
 
 bench-siblings: small-model
-	$(PYTHON_ENV) -m eval.bench.servers siblings $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.servers siblings $(if $(TRACES),--traces $(TRACES)) $(BENCH_ARGS)
 
 bench-short: small-model
 	$(PYTHON_ENV) -m eval.bench.servers short $(BENCH_ARGS)

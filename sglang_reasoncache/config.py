@@ -155,7 +155,8 @@ class ReasonCacheConfig:
         None,
         "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
         "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
-        "the ranks. On a GPU the memory is pinned, and PyTorch may keep as much again of it for later copies. "
+        "the machine's GPUs or, if there are more, the server's ranks on it. On a GPU the memory is pinned, "
+        "and PyTorch may keep as much again of it for later copies. "
         "Has no effect, and the log says why, with latent attention whose prefills SGLang's kernels run, a "
         "window pool of a few windows, a host tier, or a policy that evicts. On a decode server of a PD pair: "
         "the memory for requests that SGLang's host pool for retractions has no room for.",

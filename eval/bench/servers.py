@@ -16,7 +16,7 @@ import torch
 
 from eval import command
 from eval.command import flags_of, option
-from eval.jsonl import texts_of
+from eval.jsonl import read_rows, text_of, texts_of
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build, replay_config
 from eval.report.__main__ import write
@@ -36,6 +36,8 @@ _IN_TURNS = "--keep-servers 4 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
 AIME = "aime24_sky_t1_32b.jsonl"
 MATH = "math500_sky_t1_27b.jsonl"
+#: Four responses to each question of AIME 2024, by successive checkpoints of one model.
+SAMPLES = "siblings_aime24_32b.jsonl"
 #: AIME responses with more tokens than this repeat themselves in a loop. The others have at most 14,406 tokens.
 LOOPING = 20_000
 
@@ -146,14 +148,38 @@ def short(_: Path | None) -> Runs:
     }
 
 
-def siblings(_: Path | None) -> Runs:
-    """Samples 1, 4 or 16 responses to each of 100 problems. Methods share within or also across responses."""
-    sides = "--methods dense,tuned,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
-    return {
+def siblings(traces: Path | None, size: int = 3000, questions: int = 12) -> Runs:
+    """Samples 1, 4 or 16 responses to each of 100 problems. Methods share within or also across responses.
+    ``replay`` forces the first ``size`` tokens of each recorded response to a question of ``traces``, for the
+    first ``questions`` that have only longer responses."""
+    sides = "--methods dense,tuned,newest,newest:scope=prompt"
+    runs = {
         f"x{n}": f"--model {MODEL} --tasks small_reasoner_x{n} --limit {100 * n} {sides} "
-        "--kv-budget 12000"
+        "--temperature 0.8 --warm-up 4 --kv-budget 12000"
         for n in (1, 4, 16)
     }
+    if traces is None:
+        return runs
+    model = build(MODELS, texts_of([traces / SAMPLES]))
+    pieces = model / f"samples-{size}-{questions}.jsonl"
+    groups: dict[str, list[list[int]]] = {}
+    responses, tokenizer = _tokens(traces / SAMPLES, model)
+    prompts = read_rows(traces / SAMPLES, lambda row: text_of(row, "question"))
+    for (_, question), response in zip(prompts, responses, strict=True):
+        groups.setdefault(question, []).append(response)
+    long = [group for group in groups.items() if min(map(len, group[1])) > size][:questions]
+    rows = [
+        {
+            "id": f"{number}-{sample}",
+            "question": question,
+            "response": tokenizer.decode(response[:size]),
+        }
+        for number, (question, group) in enumerate(long)
+        for sample, response in enumerate(group)
+    ]
+    write_whole(pieces, "".join(json.dumps(row) + "\n" for row in rows))
+    replay = f"--model {model} --tasks aime24_replay --data aime24_replay={pieces} {sides}"
+    return {**runs, "replay": f"{replay} --temperature 0 --warm-up 2 --kv-budget 16000"}
 
 
 #: Summed over the decode steps of a request that grows from 45 to 580 positions, these budgets leave out 10,
@@ -248,7 +274,9 @@ class Options:
     bench: str = option(
         text=f"comparison to make: {', '.join(BENCHES)}", choices=BENCHES, metavar="BENCH"
     )
-    traces: Path | None = option(None, "folder of recorded responses, which serve and gpu replay")
+    traces: Path | None = option(
+        None, "folder of recorded responses, which serve, siblings and gpu replay"
+    )
     only: tuple[str, ...] = option((), "make only these runs of the comparison", metavar="RUN,...")
     flags: tuple[str, ...] = option((), "flags of eval.run, for each run", read=flags_of)
     out: Path = option(Path("build/bench"), "folder of results")

@@ -54,7 +54,7 @@ def check_pool(pool: Any, requested_by: str = _FLAG, drafts: bool = False) -> No
         pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
     if type(pool) is compat.MLATokenToKVPool and pool.qk_rope_head_dim:
         return
-    if type(pool).__name__ == "DSATokenToKVPool":
+    if type(pool) is compat.DSATokenToKVPool:
         raise _sparse(requested_by)
     layout = getattr(pool, "kv_cache_layout", "own layout")
     is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
@@ -65,6 +65,14 @@ def check_pool(pool: Any, requested_by: str = _FLAG, drafts: bool = False) -> No
         )
 
 
+def why_only_copied(pool: Any) -> str | None:
+    """Why KV in ``pool`` is not shared, although all that a request keeps there can go to the host and back
+    (``cache/swap.py``). None for other pools."""
+    if type(pool) is compat.DSATokenToKVPool and not pool.kpool_use_compress:
+        return str(_sparse(_FLAG))
+    return None
+
+
 def check_kind(context: TreeCacheBuildContext) -> None:
     """Raises CannotShare for a model with DeepSeek sparse attention (DSA)."""
     if context.is_dsa:
@@ -72,7 +80,8 @@ def check_kind(context: TreeCacheBuildContext) -> None:
 
 
 def _sparse(requested_by: str) -> CannotShare:
-    return CannotShare(f"{requested_by} does not support sparse attention: {REFUSED['sparse']}")
+    reason = REFUSED["sparse"].removeprefix("nothing shared: ")
+    return CannotShare(f"{requested_by} does not support sparse attention: {reason}")
 
 
 def window_age(context: TreeCacheBuildContext) -> int:

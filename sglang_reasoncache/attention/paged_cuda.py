@@ -20,7 +20,7 @@ from sglang_reasoncache.attention import verification
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
+from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ForwardMode, ModelRunner
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
@@ -100,6 +100,13 @@ class SharedSlotReads(PagedBackend):
                 return
             # SGLang's kernels attend to what is expanded from rows that it fetches.
         super().init_forward_metadata(forward_batch)
+
+    def get_fused_kv_write_buffers(self, layer: AttentionLayer, forward_batch: ForwardBatch) -> Any:
+        """Where a model may write keys and values itself (MiMo-V2, from SGLang 0.5.23 on). Not in a forward of
+        our kernels: SGLang's answer rests on its own plan, which such a forward does not have."""
+        if self.paged.rows is not None:
+            return None
+        return super().get_fused_kv_write_buffers(layer, forward_batch)
 
     # -- in graphs --------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.states import LastState, take_slot
 from sglang_reasoncache.compat.carriers import SWAPPED
-from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.device.upload import upload
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class HostSwap:
 
     Args:
         limit: Most bytes on the host, of this rank.
+        rows: SGLang's pool of rows.
         cached_at: None if keys are read as cached.
         draft_pools: The pools of draft models, whose KV is in slots of the same numbers.
     """
@@ -127,16 +128,20 @@ class HostSwap:
     def __init__(
         self,
         limit: int,
+        rows: ReqToTokenPool,
         cached_at: CachedPositions | None,
         draft_pools: Sequence[Any] = (),
     ) -> None:
         self._limit = limit
+        self._rows = rows
+        # How often each row was in use when weights changed last: rows still in use have KV of older weights.
+        self._older: torch.Tensor | None = None
         self._cached_at = cached_at
         self._draft_pools = draft_pools
         #: Whether nothing is copied, because SGLang pauses.
         self.rests = False
         self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
-        # The most bytes that a copy of a slot, of a slot in the window pool and of a state takes, once known.
+        # The most bytes that a copy of a page, of a slot in the window pool and of a state takes, once known.
         self._sizes: dict[str, int] = {}
 
     @property
@@ -148,6 +153,17 @@ class HostSwap:
         """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
         for copy in self._there:
             copy.drop()
+
+    def weights_changed(self) -> None:
+        """As :meth:`forget`. Requests that run now keep KV of the older weights while they run, as with SGLang
+        alone: if they are retracted later, their KV is computed again."""
+        self.forget()
+        self._older = self._rows.req_generation.clone()
+
+    def _is_older(self, row: int) -> bool:
+        """Whether the request in ``row`` has had the row since before weights changed."""
+        older = self._older
+        return older is not None and bool(older[row] == self._rows.req_generation[row])
 
     def give_back(self) -> None:
         """As :meth:`forget`, and give back the pinned memory: a trainer beside the server may want it."""
@@ -164,7 +180,8 @@ class HostSwap:
         window: torch.Tensor | None,
     ) -> Swapped | None:
         """Copy the KV of a request that is being retracted. None if positions were evicted, if some KV is not
-        computed, if some of the last window was freed, or if the copy would exceed the limit.
+        computed or of older weights, if some of the last window was freed, or if the copy would exceed the
+        limit.
 
         Args:
             first_shared: See :class:`Swapped`.
@@ -183,12 +200,15 @@ class HostSwap:
             or row.evicted
             or length <= 0
             or not req.output_ids
+            or self._is_older(req.kv.req_pool_idx)
             or length > req.kv.kv_allocated_len
             or (tree.is_swa_enabled and (window is None or not (window > 0).all()))
         ):
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
-        wanted = length * self._size("slot", lambda: self._copies(allocator, slots[:1]))
+        # Some pools copy whole pages.
+        page = tree.page_size
+        wanted = length * self._size("page", lambda: self._copies(allocator, slots[:page])) // page
         if state is not None:
             copy_state = functools.partial(
                 tree.req_to_token_pool.mamba_pool.get_cpu_copy, state.slot

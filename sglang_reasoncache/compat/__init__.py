@@ -51,6 +51,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.memory_pool": [
         "MHATokenToKVPool",
         "MLATokenToKVPool",
+        "DSATokenToKVPool",
         "HybridLinearKVPool",
         "KVWriteLoc",
     ],
@@ -220,6 +221,9 @@ PAGE_BACKENDS = ("fa3", "trtllm_mha", "trtllm_mla")
 #: SGLang's CUDA backends that we extend, so that they rotate shared keys and skip evicted positions. Nearly
 #: all servers on NVIDIA GPUs run one of these by default.
 CUDA_BACKENDS = (*SLOT_BACKENDS, *PAGE_BACKENDS)
+
+#: SGLang's backends for DeepSeek sparse attention, which we only watch.
+SPARSE_BACKENDS = ("dsa", "nsa")
 
 #: Names of the attention backends that can rotate shared keys and skip evicted positions.
 OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)

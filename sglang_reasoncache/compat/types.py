@@ -137,6 +137,7 @@ class ServerArgs(Protocol):
     speculative_eagle_topk: int | None
     speculative_num_draft_tokens: int | None
     speculative_draft_attention_backend: str | None
+    triton_attention_split_tile_size: int | None
     enable_mixed_chunk: bool
     enable_deterministic_inference: bool
     rl_on_policy_target: str | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory is free."""
+"""How much host memory is free, and how many GPUs share it."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ import psutil
 
 #: A container's memory limit and use, in bytes (cgroup v2). Without a limit the first file says ``max``.
 _CGROUP = Path("/sys/fs/cgroup")
+#: NVIDIA's driver has an entry here for each GPU, or in a container for each that the container may use.
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def free_host_memory(cgroup: Path = _CGROUP) -> int:
@@ -17,3 +19,11 @@ def free_host_memory(cgroup: Path = _CGROUP) -> int:
     except (OSError, ValueError):
         return free
     return min(free, max(limit - used, 0))
+
+
+def gpus_of_machine(folder: Path = _GPUS) -> int:
+    """Number of NVIDIA GPUs of this machine, also of those that this process does not use. 0 if not known."""
+    try:
+        return len(list(folder.iterdir()))
+    except OSError:
+        return 0

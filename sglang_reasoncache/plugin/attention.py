@@ -51,6 +51,10 @@ class AttentionParts:
 
 #: The draft model's attention backend on a server whose own backend looks up pages. It serves all models.
 _DRAFTS = "triton"
+#: SGLang's ``--triton-attention-split-tile-size`` for latent attention of draft models. CUDA graphs have 2 KiB
+#: per token and head for each such tile of the longest context: 40 tiles of 163,840 tokens. Without the flag
+#: there are 256, tens of GiB.
+_LATENT_TILE = 4096
 
 
 def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
@@ -65,9 +69,10 @@ def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> 
         return  # nothing will be shared
     target = set(compat.attention_backends_of(resolved)) & set(compat.PAGE_BACKENDS)
     if target and (resolved.page_size or 1) > 1:
-        compat.declare_resolution(
-            server_args, "sglang-reasoncache", speculative_draft_attention_backend=_DRAFTS
-        )
+        chosen: dict[str, Any] = {"speculative_draft_attention_backend": _DRAFTS}
+        if "trtllm_mla" in target and resolved.triton_attention_split_tile_size is None:
+            chosen["triton_attention_split_tile_size"] = _LATENT_TILE
+        compat.declare_resolution(server_args, "sglang-reasoncache", **chosen)
         logger.info(
             "reasoncache: takes --speculative-draft-attention-backend %s, which looks up single slots; %s "
             "looks up pages",

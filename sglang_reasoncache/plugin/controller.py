@@ -185,7 +185,7 @@ class Controller:
     def weights_changed(self) -> None:
         """Load no KV from the host that older weights computed."""
         if self.report.swap is not None:
-            self.report.swap.forget()
+            self.report.swap.weights_changed()
 
     def released(self, req: Request, row: HostRow) -> None:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""

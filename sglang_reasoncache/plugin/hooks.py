@@ -60,7 +60,7 @@ def install() -> None:
         compat.register_hook(compat.HOOK_TARGETS[name], hook, compat.HookType.AROUND)
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_around_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
-    for name in compat.OUR_BACKENDS:
+    for name in (*compat.OUR_BACKENDS, *compat.SPARSE_BACKENDS):
         # ``compat.CPU_BACKEND`` is in this registry only on our CPU platform (``cpu/platform.py``).
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
@@ -195,6 +195,8 @@ def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -
     if model_runner.is_draft_worker:
         # It reads shared keys as cached: that changes which tokens it drafts, not which are accepted.
         _server.draft_model(model_runner)
+        return stock(model_runner)
+    if name in compat.SPARSE_BACKENDS:
         return stock(model_runner)
     return _server.attention_backend(model_runner, name, stock)
 

@@ -32,7 +32,7 @@ from sglang_reasoncache.compat.types import (
     TreeCacheBuildContext,
 )
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config
-from sglang_reasoncache.device.host_memory import free_host_memory
+from sglang_reasoncache.device.host_memory import free_host_memory, gpus_of_machine
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
@@ -75,7 +75,12 @@ class ServerParts:
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
-        models.check_pool(pool)
+        #: Why nothing is shared, where KV only goes to the host and back.
+        self._only_copied = (
+            models.why_only_copied(pool) if _may_swap(config, compat.get_server_args()) else None
+        )
+        if self._only_copied is None:
+            models.check_pool(pool)
         refusals.check_settled_speculation(compat.get_server_args())
         attention.check_pool_for_policies(config, pool)
         self.allocator = shared_allocator_of(stock)
@@ -126,15 +131,21 @@ class ServerParts:
 
     def _resolve(self, context: TreeCacheBuildContext) -> ResolvedConfig:
         """Settle the settings of this scheduler."""
-        models.check_kind(context)
+        if self._only_copied is None:
+            models.check_kind(context)
         if self._attention.rotations is not None and not self._attention.corrects_prefills:
             models.check_latent(self.allocator.get_kvcache(), context.server_args)
         runner = context.tp_worker.model_runner
         page = context.params.page_size
         refusals.check_page_size(page)
-        config, uncorrected = attention.resolve_positions(
-            self._settings(runner), self._attention, runner
-        )
+        if self._only_copied is None:
+            config, uncorrected = attention.resolve_positions(
+                self._settings(runner), self._attention, runner
+            )
+        else:
+            config = dataclasses.replace(self._config, positions="as-cached", percentile=0)
+            uncorrected = self._only_copied
+            logger.warning("reasoncache: nothing is shared, because: %s", uncorrected)
         attention.check_policies(config, self._attention, runner)
         if config.shares and page > 1:
             logger.warning(
@@ -222,7 +233,8 @@ class ServerParts:
             logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)
             return None
         cached = self._cached if config.positions == "corrected" else None
-        return HostSwap(_host_limit(config, args), cached, self._draft_pools)
+        most = _host_limit(config, args)
+        return HostSwap(most, tree.req_to_token_pool, cached, self._draft_pools)
 
     def _handover(
         self,
@@ -421,11 +433,25 @@ def _may_read_prompts(context: TreeCacheBuildContext) -> bool:
 def _host_limit(config: ReasonCacheConfig, args: ServerArgs) -> int:
     """Most bytes of host memory for retracted requests, of this rank."""
     if config.host_swap_gb is None:
-        limit = int(_DEFAULT_SWAP * free_host_memory()) // schedulers_per_node(args)
+        # Trainers start an engine for each GPU, or for a few.
+        parts = max(schedulers_per_node(args), gpus_of_machine())
+        limit = int(_DEFAULT_SWAP * free_host_memory()) // parts
     else:
         limit = int(config.host_swap_gb * 2**30)
     logger.info("reasoncache: up to %.2f GiB of host memory for retracted requests", limit / 2**30)
     return limit
+
+
+def _may_swap(config: ReasonCacheConfig, args: ServerArgs) -> bool:
+    """Whether flags and settings let retracted requests be copied to the host where nothing is shared."""
+    return (
+        config.host_swap_gb != 0
+        and config.is_active
+        and config.positions != "corrected"
+        and not config.policies.needs_our_attention
+        and not args.enable_hierarchical_cache
+        and not _decodes_only(args)
+    )
 
 
 def _decodes_only(args: ServerArgs) -> bool:

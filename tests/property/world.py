@@ -262,10 +262,7 @@ class World:
         self.drafts = setup.drafts
         #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots
-        self.pool = MHATokenToKVPool(
-            **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device=self.device),
-            **dict(head_num=1, head_dim=4, layer_num=LAYERS, enable_memory_saver=False),
-        )
+        self.pool = self.make_pool()
         self.allocator = self.make_allocator()
         self.rows = self.make_rows()
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
@@ -307,7 +304,7 @@ class World:
             process=self.engine,
             room=lambda: 0,
             path_loaded=cached_at.record_path,
-            swap=HostSwap(setup.swap, cached_at) if setup.swap else None,
+            swap=HostSwap(setup.swap, self.rows, cached_at) if setup.swap else None,
             continues=setup.continues,
             handover=Handover(self.rows, cached_at, None) if setup.decodes else None,
             interval=interval,
@@ -319,12 +316,23 @@ class World:
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)
             for layer in range(LAYERS)
-            for buffer, sign in ((self.pool.k_buffer[layer], 1), (self.pool.v_buffer[layer], -1))
+            for buffer, sign in self.buffers(layer)
         ]
         self.row_table = in_host(self.rows.req_to_token).numpy()
         #: Position at which each slot was written.
         self.written_at = np.zeros(setup.slots + setup.page, dtype=np.int64)
         self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
+
+    def make_pool(self) -> Any:
+        return MHATokenToKVPool(
+            **dict(size=self.setup.slots, page_size=self.page, dtype=torch.float32),
+            **dict(head_num=1, head_dim=4, layer_num=LAYERS, device=self.device),
+            enable_memory_saver=False,
+        )
+
+    def buffers(self, layer: int) -> list[tuple[torch.Tensor, int]]:
+        """The buffers in which a slot shows its content, and its sign there."""
+        return [(self.pool.k_buffer[layer], 1), (self.pool.v_buffer[layer], -1)]
 
     def make_allocator(self) -> Any:
         setup = self.setup

@@ -2,10 +2,12 @@
 """Our mixin for CUDA, tested over a CPU backend. ``test_attention_cuda_graph.py`` tests the mixin over SGLang's
 Triton backend and in graphs. A *shifted* slot is read at a position that its key was not rotated for."""
 
+import ast
 import dataclasses
 import inspect
 import json
 import re
+import textwrap
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,6 +242,65 @@ def test_a_draft_model_looks_up_slots_where_the_model_looks_up_pages(
     assert view.speculative_draft_attention_backend == expected
     told = [line for line in caplog.messages if "--speculative-draft-attention-backend" in line]
     assert bool(told) == (expected == "triton")
+
+
+@pytest.mark.parametrize("given", [None, 512])
+def test_a_draft_model_with_latent_attention_takes_little_memory(
+    given: int | None, monkeypatch: pytest.MonkeyPatch, model_path: Path, tmp_path: Path
+) -> None:
+    """SGLang's Triton backend has buffers for 256 parts of a row there, unless a part has a least size."""
+    shape = json.loads((model_path / "config.json").read_text()) | MODELS["latent"]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    drafts = dict(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(tmp_path))
+    steps = dict(speculative_num_steps=2, speculative_eagle_topk=1, speculative_num_draft_tokens=3)
+    fields: dict[str, Any] = {**drafts, **steps, "attention_backend": "trtllm_mla"}
+    fields["triton_attention_split_tile_size"] = given
+    view = resolved(monkeypatch, tmp_path, "b200", ReasonCacheConfig(), **fields)
+    assert view.attention_backend == "trtllm_mla"
+    assert view.speculative_draft_attention_backend == "triton"
+    assert view.triton_attention_split_tile_size == (given or 4096)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_model_writes_keys_itself_only_by_sglangs_plan(
+    ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = attention.backend_class("fa3")
+    monkeypatch.setattr(
+        compat.FlashAttentionBackend,
+        "get_fused_kv_write_buffers",
+        lambda *_: "buffers",
+        raising=False,
+    )
+    backend: Any = object.__new__(kind)
+    backend.paged = SimpleNamespace(rows=object() if ours else None)
+    assert backend.get_fused_kv_write_buffers(None, None) == (None if ours else "buffers")
+
+
+#: Public methods of SGLang's backends that read the plan of the current forward. Our forwards replace these, or
+#: have none of theirs; the third is a draft model's, which is SGLang's own.
+READ_PLANS = {"forward_decode", "forward_extend", "stage_draft_extend_metadata"}
+READ_PLANS |= {"get_fused_kv_write_buffers"}
+
+
+def test_no_other_method_of_sglangs_backends_reads_the_plan() -> None:
+    """In a forward of our kernels SGLang's backend has no plan, or that of an earlier forward."""
+    found = set()
+    for name in set(attention.STOCK.values()):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(compat, name))))
+        for method in ast.walk(tree):
+            if not isinstance(method, ast.FunctionDef) or method.name.startswith(("_", "init_")):
+                continue
+            reads = (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Load)
+                and node.attr.startswith("forward_")
+                and node.attr.endswith("metadata")
+                for node in ast.walk(method)
+            )
+            if any(reads):
+                found.add(method.name)
+    assert found <= READ_PLANS
 
 
 EVICTS = "streamingllm:budget=64"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_reasoncache.device.host_memory import free_host_memory
+from sglang_reasoncache.device.host_memory import free_host_memory, gpus_of_machine
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,10 @@ def test_free_host_memory(tmp_path: Path, limit: str, used: str | None, free: in
         (tmp_path / "memory.current").write_text(f"{used}\n")
     found = free_host_memory(tmp_path)
     assert found == free if free is not None else found > 2**20
+
+
+def test_gpus_of_other_servers_count(tmp_path: Path) -> None:
+    for gpu in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / gpu).mkdir()
+    assert gpus_of_machine(tmp_path) == 2
+    assert gpus_of_machine(tmp_path / "nowhere") == 0

@@ -405,6 +405,23 @@ def test_nothing_of_older_weights_is_loaded() -> None:
     world.assert_empty()
 
 
+def test_nothing_that_older_weights_computed_is_copied_later() -> None:
+    """A request that runs while weights change goes on with the KV it has. Retracted later, it is computed
+    again, and from then on its KV is new."""
+    world, req = started(SETUPS[0])
+    swap: Any = world.allocator.swap
+    world.controller.weights_changed()
+    world.retract(req)
+    assert swapped_of(req) is None and swap.num_bytes == 0
+    assert admitted(world, req) > 1
+    world.step(req)
+    world.retract(req)
+    assert swapped_of(req) is not None
+    assert admitted(world, req) == 1
+    world.finish(req)
+    world.assert_empty()
+
+
 def test_what_comes_back_was_not_computed_again() -> None:
     """So the record lists its blocks, and nothing that was sampled before exact KV was computed."""
     world, req = started(SETUPS[0], 1 << 20, Pair(8, 24))
@@ -431,6 +448,7 @@ def test_a_state_that_a_verification_took_further_is_not_copied(
         is_swa_enabled=False,
         cache_controller=None,
         least_window_pool=0,
+        req_to_token_pool=None,
     )
     parts: Any = SimpleNamespace(_draft_pools=[], _cached=None, _reads_as_cached=lambda _: None)
     algorithm = "NGRAM" if speculates else None

@@ -59,8 +59,10 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(monkeypatch: pytest.MonkeyPatch, stock: Any, **settings: Any) -> None:
-    """Let SGLang build the allocator ``stock`` in a server with the plugin."""
-    args = SimpleNamespace(_reasoncache_config=ReasonCacheConfig(**settings))
+    """Let SGLang build the allocator ``stock`` in a server with the plugin, which keeps nothing on the host."""
+    args = SimpleNamespace(_reasoncache_config=ReasonCacheConfig(**{"host_swap_gb": 0, **settings}))
+    args.disaggregation_mode = "null"
+    args.enable_hierarchical_cache = False
     monkeypatch.setattr("sglang_reasoncache.config.config_of", lambda _: args._reasoncache_config)
     monkeypatch.setattr("sglang_reasoncache.compat.get_server_args", lambda: args, raising=False)
     monkeypatch.setattr("sglang_reasoncache.plugin.server.dp_rank", lambda: 3)
@@ -72,7 +74,7 @@ def test_a_sparse_model_starts_unless_a_policy_is_to_evict(
 ) -> None:
     stock = allocator()
     with pytest.raises(CannotShare, match="sparse attention"):
-        ServerParts(ReasonCacheConfig(), stock)
+        ServerParts(ReasonCacheConfig(host_swap_gb=0), stock)
     build(monkeypatch, stock)
     assert hooks._server is None and hooks._unshared is not None
     assert "nothing is shared, only admission learns" in caplog.text
