@@ -108,6 +108,8 @@ def test_sglangs_backend_is_behind_ours(
 @pytest.mark.parametrize("field", refusals.CORRECTED_CONFLICTS)
 def test_flags_in_the_way_are_named(field: str) -> None:
     args = compat.ServerArgs(model_path="none", device="cpu")
+    if not hasattr(args, field):
+        pytest.skip("a later SGLang has this flag")
     flag = field.replace("_", "-")
     refusals.refuse("--x y", refusals.in_the_way_of_corrected(args))
     assert getattr(args, field) is False
