@@ -3,10 +3,13 @@
 
 from typing import NamedTuple
 
+#: Latent attention whose rows have no rotated dims, also of other slots (NoPE).
+WITHOUT_ROTATED = "latent without rotated dims, Kimi delta"
 #: Kind of attention -> reason why the server refuses the model or shares nothing.
 REFUSED = {
     "full, windows, heads of 512 dims": "nothing shared: our kernels spill registers at 512 dims",
     "full, chunks": "nothing shared: our kernels know windows, not chunks",
+    WITHOUT_ROTATED: "nothing shared: our kernels need rotated dims behind the latent ones",
     "latent, sinks": "nothing shared: our kernels have no sinks over latent rows",
     "sparse": "nothing shared: index keys, which choose what is read, are not rotated with the others",
     "sparse, own pool": "nothing shared: SGLang keeps their KV in pools of another layout",
@@ -85,7 +88,7 @@ FAMILIES = (
         ("granitemoehybrid.GraniteMoeHybridAttention",),
     ),
     Family(
-        "MiniCPM-SALA",
+        "MiniCPM-SALA over `--attention-backend fa3`, `flashinfer` or `triton`",
         "full without positions, lightning",
         "",
         ("minicpm.MiniCPMAttention",),
@@ -110,11 +113,13 @@ FAMILIES = (
         ("deepseek_v2.DeepseekV2AttentionMLA",),
     ),
     Family(
-        "Kimi-K3, Ling 3 with `use_mla_nope`",
+        "Kimi-K3",
         "latent without positions, Kimi delta",
         "",
-        ("kimi_k3.KimiK3MLAAttention", "bailing_moe_v3.DsV3MLA"),
+        ("kimi_k3.KimiK3MLAAttention",),
     ),
+    Family("Ling 3 with `use_mla_nope`", WITHOUT_ROTATED, "", ("bailing_moe_v3.DsV3MLA",)),
+    Family("Ling 3", "latent, Kimi delta", "", ("bailing_moe_v3.DsV3MLA",)),
     Family("Ring and Ling 2.5", "latent, lightning", "", ("bailing_moe_linear.DsV3MLA",)),
     Family("Hunyuan 4 without an index", "latent, sinks", "", ("hunyuan_v4.HYV4Attention",)),
     Family("DeepSeek-V3.2, GLM-5", "sparse", "", ("deepseek_v2.DeepseekV2AttentionMLA",)),
@@ -125,7 +130,7 @@ FAMILIES = (
         ("deepseek_v4.MQALayer", "minimax_m3.MiniMaxM3Attention"),
     ),
     Family(
-        "Gemma 2 and 3, EXAONE 4, K-EXAONE, OLMo 3, Command R and A, Trinity, Spark 2.5",
+        "Gemma 2 and 3, EXAONE 4, K-EXAONE, OLMo 3, Command R and A, Trinity",
         "full, windows",
         "tiny Gemma 3, OLMo 3, K-EXAONE, Command A, Trinity: CPU",
         (
@@ -137,19 +142,19 @@ FAMILIES = (
             "commandr.CohereAttention",
             "cohere2_moe.Cohere2MoeAttention",
             "afmoe.AfmoeAttention",
-            "spark2_5.Spark2_5Attention",
         ),
     ),
     Family(
-        "Mellum 2, gpt-oss, MiMo-V2-Flash, Step-3.5, Laguna",
+        "Mellum 2, gpt-oss, MiMo-V2-Flash, Step-3.5, Laguna, Spark 2.5",
         "full, windows in their own pool",
-        "tiny ones, not Step-3.5: CPU",
+        "tiny ones, not Step-3.5 or Spark 2.5: CPU",
         (
             "mellum.MellumAttention",
             "gpt_oss.GptOssAttention",
             "mimo_v2.MiMoV2Attention",
             "step3p5.Step3p5Attention",
             "laguna.LagunaAttention",
+            "spark2_5.Spark2_5Attention",
         ),
     ),
     Family(

@@ -8,7 +8,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.families import REFUSED
+from sglang_reasoncache.attention.families import REFUSED, WITHOUT_ROTATED
 from sglang_reasoncache.errors import CannotShare
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ LAYER_ATTRIBUTES = (
     ("logit capping", "logit_capping_method", ("tanh",)),
     ("attention temperature length", "xai_temperature_len", (-1,)),
 )
+#: Attribute of a model's modules -> why our kernels cannot serve the model: a way of its own to write or read
+#: KV, which asks SGLang's backend for its plan or gives the backend more than queries, keys and values.
+OWN_WAYS = {
+    "_fused_kv_store": "attention that writes keys and values itself (Muse Spark)",
+    "rel_logits_proj": "attention with relative logits (Inkling)",
+}
 #: Attribute of SGLang's Transformers fallback: layer id -> its attention layer.
 FALLBACK = "attention_instances"
 #: Values of --moe-a2a-backend with which SGLang may run decode steps of a group of DP attention as prefills.
@@ -48,11 +54,19 @@ def check_pool(pool: Any, requested_by: str = _FLAG, drafts: bool = False) -> No
     if several and not drafts and not compat.shared_layers(pool):
         raise CannotShare(f"{requested_by}: no attention layer without a window has KV to share")
     if type(pool) is compat.SWAKVPool:
+        if compat.latent_rank(pool.swa_kv_pool):
+            raise CannotShare(
+                f"{requested_by} does not support latent attention with windows in a pool of their own"
+            )
         check_pool(pool.swa_kv_pool, requested_by)
         pool = pool.full_kv_pool
     if type(pool) is compat.HybridLinearKVPool:
         pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
-    if type(pool) is compat.MLATokenToKVPool and pool.qk_rope_head_dim:
+    if type(pool) is compat.MLATokenToKVPool:
+        if not pool.qk_rope_head_dim:
+            raise CannotShare(
+                f"{requested_by} does not support latent attention: {REFUSED[WITHOUT_ROTATED]}"
+            )
         return
     if type(pool) is compat.DSATokenToKVPool:
         raise _sparse(requested_by)
@@ -63,6 +77,13 @@ def check_pool(pool: Any, requested_by: str = _FLAG, drafts: bool = False) -> No
             f"{requested_by} supports models with one plain multi-head KV pool in NHD layout without "
             f"block quantisation (--kv-cache-dtype), this server uses {type(pool).__name__} ({layout})"
         )
+
+
+def what_rows_keep(rows: Any) -> str | None:
+    """What SGLang keeps for each request beside the slots of its row, so that neither other slots nor KV that
+    comes back from the host has it. None if that is nothing."""
+    kept = getattr(rows, "_aux_cache", None)
+    return None if kept is None else f"SGLang keeps {type(kept).__name__} for each request"
 
 
 def why_only_copied(pool: Any) -> str | None:
@@ -124,15 +145,24 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
         raise ValueError(
             f"{requested_by} does not support sinks that a model applies itself (IQuest-Q1)"
         )
-    modules = model_runner.model.modules()
+    modules = list(model_runner.model.modules())
     if any(getattr(module, "learnable_sink_param", None) is not None for module in modules):
         raise ValueError(f"{requested_by} does not support sinks of latent attention (Hunyuan 4)")
+    for attribute, way in OWN_WAYS.items():
+        if any(hasattr(module, attribute) for module in modules):
+            raise ValueError(f"{requested_by} does not support {way}")
     check_pool(model_runner.token_to_kv_pool, requested_by, model_runner.is_draft_worker)
     layers = attention_layers(model_runner)
     if not layers:
         raise ValueError(f"{requested_by}: no attention layers were found in the model")
     latent = compat.latent_rank(model_runner.token_to_kv_pool)
     windows = compat.window_layers(model_runner.token_to_kv_pool)
+    multimodal = getattr(model_runner.model_config, "is_multimodal", False)
+    if multimodal and any(map(reach_of, layers)):
+        raise ValueError(
+            f"{requested_by}: beside sliding windows images are not supported, whose tokens may see each "
+            "other; with --language-model-only, or without --enable-multimodal, it works"
+        )
     for layer in layers:
         if latent and layer.k_scale_float not in (None, 1.0):
             raise ValueError(

@@ -120,7 +120,7 @@ def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[in
 
     Raises the errors of :func:`key_rotation`, and ValueError for the Transformers fallback. Layers may differ
     in rotation if all attention modules are in ``WINDOWED``. Beside sliding windows, other modules raise
-    ValueError, and so does multimodal input.
+    ValueError.
     """
     model = model_runner.model
     max_positions = model_runner.model_config.context_len
@@ -139,11 +139,6 @@ def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[in
         still = [owner for _, owner in owners if not _rotates(owner)]
         ids = [each.layer_id for owner in still for each in attention_of(owner, layers)]
         return dict.fromkeys(layers, shared) | (dict.fromkeys(ids, shared.none()) if ids else {})
-    if has_windows and getattr(model_runner.model_config, "is_multimodal", False):
-        raise ValueError(
-            f"{_CORRECTED}: beside sliding windows --enable-multimodal is not supported, because tokens "
-            "of an image may see each other"
-        )
     if others:
         name, owner = others[0]
         raise ValueError(
@@ -235,7 +230,15 @@ def _table(module: Any, max_positions: int) -> tuple[torch.Tensor, bool]:
         return module._compute_cos_sin_cache(short, module.short_factor, module.short_mscale), True
     # BailingMRotaryEmbedding begins with negative positions, which parts of images have.
     first = -getattr(module, "position_start", 0)
-    return module._compute_cos_sin_cache().float()[first:], module.is_neox_style
+    table = module._compute_cos_sin_cache().float()[first:]
+    plain = compat.RotaryEmbedding._compute_cos_sin_cache
+    if len(table) < max_positions and type(module)._compute_cos_sin_cache is plain:
+        # SGLang lengthens its own table when it starts, by the same angles for these classes.
+        frequencies = module._compute_inv_freq(module.base).float()
+        positions = torch.arange(max_positions, device=frequencies.device)
+        angles = positions[:, None] * frequencies
+        table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    return table, module.is_neox_style
 
 
 def _rotary_modules(model: torch.nn.Module, layers: Collection[int] | None) -> list[Any]:

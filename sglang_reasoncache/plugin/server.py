@@ -138,13 +138,13 @@ class ServerParts:
         runner = context.tp_worker.model_runner
         page = context.params.page_size
         refusals.check_page_size(page)
-        if self._only_copied is None:
+        uncorrected = self._only_copied or models.what_rows_keep(context.params.req_to_token_pool)
+        if uncorrected is None:
             config, uncorrected = attention.resolve_positions(
                 self._settings(runner), self._attention, runner
             )
         else:
             config = dataclasses.replace(self._config, positions="as-cached", percentile=0)
-            uncorrected = self._only_copied
             logger.warning("reasoncache: nothing is shared, because: %s", uncorrected)
         attention.check_policies(config, self._attention, runner)
         if config.shares and page > 1:
@@ -223,6 +223,7 @@ class ServerParts:
         }
         reason = (
             _has_host_tier(tree)
+            or models.what_rows_keep(tree.req_to_token_pool)
             or _first(reasons)
             or _needs_more_than_kv(tree, config, args, keeps_endings=True)
             or _first(small)

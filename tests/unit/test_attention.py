@@ -5,6 +5,7 @@ backend it extends. ``test_attention_cuda.py`` has more tests of the mixin."""
 
 import contextlib
 import functools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from sglang_reasoncache.attention.slots import StockSlots
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.cpu import attention as cpu_attention
 from sglang_reasoncache.cpu.backend import PagedCpuBackend
+from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.kernels import extend
 from sglang_reasoncache.plugin import attention
 from tests.kernels.engines import unavailable
@@ -309,13 +311,45 @@ def test_what_is_not_served_beside_windows_is_refused() -> None:
     with pytest.raises(ValueError, match="streamingllm:budget=64 does not support sliding windows"):
         attention.attention_backend(rig.runner, *asked)
     rig.runner.model_config.is_multimodal = True
-    with pytest.raises(ValueError, match="--enable-multimodal"):
+    with pytest.raises(
+        ValueError, match="beside sliding windows images are not supported.*--language-model-only"
+    ):
         PagedCpuBackend(rig.runner, rig.cached_at)
     rig = Rig(shifted=0.0)
     rig.layer.sliding_window_size = 8
     with pytest.raises(ValueError, match=r"\(ModuleList\) is beside sliding windows"):
         PagedCpuBackend(rig.runner, rig.cached_at)
     PagedCpuBackend(rig.runner, None)
+
+
+@pytest.mark.parametrize("attribute", models.OWN_WAYS)
+def test_a_model_with_its_own_way_to_attend_is_refused(attribute: str) -> None:
+    rig = Rig(shifted=0.0)
+    PagedCpuBackend(rig.runner, None)
+    setattr(rig.layer, attribute, None)
+    with pytest.raises(ValueError, match=re.escape(models.OWN_WAYS[attribute])):
+        PagedCpuBackend(rig.runner, None)
+
+
+def test_what_sglang_keeps_beside_a_row_is_named() -> None:
+    """It would be that of another request after KV came back from the host."""
+    assert models.what_rows_keep(SimpleNamespace(_aux_cache=None)) is None
+    assert models.what_rows_keep(SimpleNamespace()) is None
+    kept = models.what_rows_keep(SimpleNamespace(_aux_cache=SimpleNamespace()))
+    assert kept == "SGLang keeps SimpleNamespace for each request"
+
+
+def test_latent_rows_without_rotated_dims_or_in_window_pools_are_refused() -> None:
+    latent: Any = object.__new__(compat.MLATokenToKVPool)
+    latent.kv_lora_rank, latent.qk_rope_head_dim = 16, 0
+    with pytest.raises(CannotShare, match="our kernels need rotated dims"):
+        models.check_pool(latent)
+    both: Any = object.__new__(compat.SWAKVPool)
+    both.layers_mapping = {0: (0, False), 1: (0, True)}
+    both.full_kv_pool = both.swa_kv_pool = latent
+    both.start_layer, both.layer_num = 0, 2
+    with pytest.raises(CannotShare, match="windows in a pool of their own"):
+        models.check_pool(both)
 
 
 @pytest.mark.parametrize("of_model", [None, 7, 8])

@@ -476,6 +476,8 @@ def longrope(short: int) -> Any:
 MULTIMODAL = {"rope_type": "default", "mrope_section": [8, 12, 12]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 63}
 #: Rotary embeddings that are refused, by class name.
 KINDS: dict[str, Any] = {
     "Gemma4RotaryEmbedding": lambda: rotary_of(
@@ -514,7 +516,10 @@ def hunyuan(use_qk_norm: bool) -> Any:
             lambda: [rotary_of(), rotary_of(is_neox_style=False)],
         ),
         ("longer than 32 positions; --context-length 32 works", lambda: [longrope(32)]),
-        ("holds 63 positions, --context-length is 64", lambda: [rotary_of(max_position=63)]),
+        (
+            "holds 63 positions, --context-length is 64",
+            lambda: [rotary_of(max_position=63, rope_scaling=LINEAR | {"factor": 1.0})],
+        ),
         # Llama 4 and others have layers without rotation, whose keys must not be rotated.
         (r"1 \(Attention\)", lambda: [Attention(rotary_of()), Attention(None)]),
         (r"0 \(HunYuanAttention, use_qk_norm\) scales keys", lambda: [hunyuan(True)]),
@@ -528,6 +533,20 @@ def hunyuan(use_qk_norm: bool) -> Any:
 def test_refused_by_name(message: str, modules: Any) -> None:
     with pytest.raises(ValueError, match=f"--reasoncache-positions corrected.*{message}"):
         key_rotation(torch.nn.ModuleList(modules()), 64)
+
+
+@pytest.mark.parametrize("scaling", [None, MULTIMODAL, LLAMA3], ids=["plain", "M", "Llama 3"])
+def test_a_table_is_lengthened_as_sglang_lengthens_it(scaling: dict[str, Any] | None) -> None:
+    """SGLang does so when it starts, if the context is longer than the model's config says (Step3)."""
+    short, long = (rotary_of(max_position=size, rope_scaling=scaling) for size in (63, 256))
+    found = key_rotation(torch.nn.ModuleList([short]), 200)
+    whole = key_rotation(torch.nn.ModuleList([long]), 200)
+    short._ensure_cos_sin_cache_length(200)
+    sglangs = short.cos_sin_cache.float()[:200].chunk(2, dim=1)
+    for table, longer, other in zip(
+        (found.cos, found.sin), (whole.cos, whole.sin), sglangs, strict=True
+    ):
+        assert len(table) == 200 and torch.equal(table, longer[:200]) and torch.equal(table, other)
 
 
 class Fallback(Attention):
