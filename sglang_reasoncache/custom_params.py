@@ -3,6 +3,7 @@
 are documents. A document is prefilled once for all prompts with equal text before the first document. A header
 says whether the request shares where SGLang's API has no ``custom_params``."""
 
+import dataclasses
 import json
 import re
 import reprlib
@@ -231,10 +232,14 @@ def asked_by(req: Request) -> Asked:
 
 def takes_part(req: Request) -> bool:
     """Whether we may change a request's block table. False after opt-out or with beams, media or embeddings."""
+    options = asked_by(req)
+    if options.share and req.multimodal_inputs is not None:
+        # Kept, because a session that is closed takes the media away from a running request.
+        options = dataclasses.replace(options, share=False)
+        setattr(req, ASKED, options)
     return (
-        asked_by(req).share
+        options.share
         and req.beam_group is None
-        and req.multimodal_inputs is None
         and req.input_embeds is None
         and getattr(req, "positional_embed_overrides", None) is None
     )

@@ -64,7 +64,7 @@ FAMILIES = (
         ),
     ),
     Family(
-        "Qwen-VL, ERNIE-VL and Ming without images",
+        "Qwen-VL (Qwen3-VL on an H100: with `--attention-backend fa3`), ERNIE-VL and Ming",
         "full",
         "",
         (

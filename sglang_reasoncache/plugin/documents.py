@@ -298,6 +298,10 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     if not isinstance(marked, list) or any(type(number) is not int for number in marked):
         # There are no marks, or the marks are spans already. ``documents_of`` refuses wrong spans later.
         return
+    if adapted.image_data or adapted.video_data or adapted.audio_data:
+        raise ValueError(
+            f"custom_params: {marks.KEY} cannot be marked beside images, audio or video: such prompts read none"
+        )
     wrong = f"custom_params: {marks.KEY} must be"
     numbers = f"{wrong} 'messages' or numbers of 1 to {marks.MOST} messages that follow one another"
     if not 1 <= len(marked) <= marks.MOST or marked != [*range(marked[0], marked[0] + len(marked))]:

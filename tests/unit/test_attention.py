@@ -341,13 +341,15 @@ def test_what_sglang_keeps_beside_a_row_is_named() -> None:
 
 def test_latent_rows_without_rotated_dims_or_in_window_pools_are_refused() -> None:
     latent: Any = object.__new__(compat.MLATokenToKVPool)
-    latent.kv_lora_rank, latent.qk_rope_head_dim = 16, 0
+    latent.kv_lora_rank = 16
+    latent.qk_rope_head_dim = 0
     with pytest.raises(CannotShare, match="our kernels need rotated dims"):
         models.check_pool(latent)
     both: Any = object.__new__(compat.SWAKVPool)
     both.layers_mapping = {0: (0, False), 1: (0, True)}
     both.full_kv_pool = both.swa_kv_pool = latent
-    both.start_layer, both.layer_num = 0, 2
+    both.start_layer = 0
+    both.layer_num = 2
     with pytest.raises(CannotShare, match="windows in a pool of their own"):
         models.check_pool(both)
 

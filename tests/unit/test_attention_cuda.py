@@ -263,6 +263,16 @@ def test_a_draft_model_with_latent_attention_takes_little_memory(
     assert view.triton_attention_split_tile_size == (given or 4096)
 
 
+@pytest.mark.parametrize(("decode", "works"), [("flashinfer", True), ("flashmla", False)])
+def test_two_backends_are_told_of_one_that_serves(decode: str, works: bool) -> None:
+    """SGLang chooses two for Qwen3-VL on an H100."""
+    runner: Any = SimpleNamespace(prefill_attention_backend_str="fa3")
+    runner.decode_attention_backend_str = decode
+    with pytest.raises(ValueError, match=f"one attention backend.*got fa3 and {decode}") as told:
+        attention._corrected(runner, "fa3", None, ReasonCacheConfig())  # type: ignore[arg-type]
+    assert str(told.value).endswith("; with --attention-backend fa3 it works") == works
+
+
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_model_writes_keys_itself_only_by_sglangs_plan(
     ours: bool, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from sglang_reasoncache import compat, custom_params
 from sglang_reasoncache.compat.carriers import CONFIG
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, Asked, asked_by, asked_of, documents_of
-from sglang_reasoncache.plugin import hooks
+from sglang_reasoncache.plugin import documents, hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 from tests.filter.other_tokenizers import tekken
 
@@ -42,6 +42,25 @@ def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     target = compat.HOOK_TARGETS["verify"]
     HookRegistry._hooks[target] = [(HookType.AFTER, hooks._after_verify, None)]
     HookRegistry.apply_hooks()
+
+
+def test_media_keep_a_request_out_even_once_they_are_gone() -> None:
+    """SGLang drops them when the session of a running request is closed."""
+    req = Req("r", "", array("q", [1]), SamplingParams())
+    assert custom_params.takes_part(req)
+    media: Any = object()
+    req.multimodal_inputs = media
+    assert not custom_params.takes_part(req)
+    req.multimodal_inputs = None
+    assert not custom_params.takes_part(req)
+
+
+def test_messages_beside_an_image_are_not_documents() -> None:
+    adapted = SimpleNamespace(image_data=["..."], video_data=None, audio_data=None, input_ids=None)
+    adapted.sampling_params = {"custom_params": {"documents": "messages"}}
+    request = SimpleNamespace(messages=[None] * 3)
+    with pytest.raises(ValueError, match="cannot be marked beside images"):
+        documents.after_chat((adapted, None), None, request)
 
 
 def test_a_server_without_the_plugin_takes_any_value(monkeypatch: pytest.MonkeyPatch) -> None:
