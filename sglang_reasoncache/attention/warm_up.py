@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sglang_reasoncache.attention.models import reach_of
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.compat.types import AttentionLayer
 from sglang_reasoncache.kernels.decode import decode_attention
@@ -24,7 +25,10 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
     merged = paged.plan_into(paged.buffers(1, 8, merge=paged.merges), zero, zero + 8)
     spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
     sees = torch.ones((1, drafted), dtype=torch.int64, device=paged.device)
-    # Layers of a window pool read plans without shifts. Of the models that have one, some have sinks.
+    # Layers of a window pool read plans without shifts.
+    if paged.has_window_pool:
+        windows = (reach_of(layer) for layer in paged.attention_layers if reach_of(layer))
+        paged.plan_into(paged.buffers(1, 8), zero, zero + 8, next(windows))
     unshifted = RowPlan(plan.kv_indptr, plan.kv_indices, None)
     shapes = {
         (layer.tp_q_head_num, layer.qk_head_dim, layer.logit_cap, *_shape(paged, layer)): layer
@@ -36,18 +40,22 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
         # Pass both kinds of addresses: Triton compiles a kernel once for multiples of 16 and once for others.
         decode_attention(query, kv, merged, scale=1.0, logit_cap=logit_cap)
         decode_attention(query, kv, plan, scale=1.0, logit_cap=logit_cap, spans=spans)
+        sinks = torch.zeros(heads, dtype=torch.float32, device=paged.device)
+        if paged.has_windows:
+            # Of the models that have windows, some have sinks.
+            decode_attention(query, kv, plan, scale=1.0, logit_cap=logit_cap, sinks=sinks)
         if paged.has_window_pool:
-            sinks = torch.zeros(heads, dtype=torch.float32, device=paged.device)
-            for of_layer, of_sinks in ((plan, sinks), (unshifted, sinks), (unshifted, None)):
-                decode_attention(
-                    query,
-                    kv,
-                    of_layer,
-                    scale=1.0,
-                    logit_cap=logit_cap,
-                    spans=spans,
-                    sinks=of_sinks,
-                )
+            for of_layer in (plan, unshifted):
+                for of_spans, of_sinks in itertools.product((spans, None), (sinks, None)):
+                    decode_attention(
+                        query,
+                        kv,
+                        of_layer,
+                        scale=1.0,
+                        logit_cap=logit_cap,
+                        spans=of_spans,
+                        sinks=of_sinks,
+                    )
         if drafted:
             queries = query.expand(drafted, -1, -1).contiguous()
             verifications: list[tuple[RowPlan, int]] = [(merged, 0), (plan, 0)]
@@ -55,8 +63,8 @@ def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
                 # How many positions a token sees is no constant of a kernel, only whether it sees all.
                 verifications.append((unshifted if paged.has_window_pool else plan, drafted + 1))
             of_heads: list[torch.Tensor | None] = [None]
-            if paged.has_window_pool:
-                of_heads.append(torch.zeros(heads, dtype=torch.float32, device=paged.device))
+            if paged.has_windows:
+                of_heads.append(sinks)
             for (each, reach), of_sinks in itertools.product(verifications, of_heads):
                 decode_attention(
                     queries,

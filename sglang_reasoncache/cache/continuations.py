@@ -104,7 +104,14 @@ class Continuations:
 
     # -- look up ---------------------------------------------------------------------
 
-    def match(self, key: Any, held: int, exact: bool, matched: int = 0) -> tuple[Part, ...]:
+    def match(
+        self,
+        key: Any,
+        held: int,
+        exact: bool,
+        matched: int = 0,
+        digests: dict[int, bytes] | None = None,
+    ) -> tuple[Part, ...]:
         """What goes on with a path of the tree and makes the cached prefix of a prompt longer than the tree has
         it.
 
@@ -114,6 +121,9 @@ class Continuations:
             exact: Whether only exact KV may be read.
             matched: Length of the prefix that SGLang found. It is longer than ``held`` if more is on the host,
                 and shorter if a state is missing.
+            digests: Number of leading tokens of the prompt -> digest of these, as far as earlier calls for the
+                same prompt computed them. This call adds its own. SGLang looks waiting requests up again and
+                again.
         """
         roots = self._roots.get(_namespace(key))
         if roots is None:
@@ -121,15 +131,13 @@ class Continuations:
         tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
         best: tuple[Part, ...] = ()
         longest = matched
-        hashed = 0
-        digest = _new_digest()
-        # A hostile client must not make look-ups slow: each token is hashed once, and of many paths the longest
-        # are followed.
+        digests = {} if digests is None else digests
+        beginning = list(roots.beginning(tokens, held))
+        _add_digests(digests, tokens, [start for start, _ in beginning])
+        # A hostile client must not make look-ups slow: of many paths the longest are followed.
         followed: deque[Sequence[Continuation]] = deque(maxlen=_MOST_FOLLOWED)
-        for start, by_digest in roots.beginning(tokens, held):
-            digest.update(tokens[hashed:start].tobytes())
-            hashed = start
-            alike = by_digest.get(digest.digest())
+        for start, by_digest in beginning:
+            alike = by_digest.get(digests[start])
             if alike is not None:
                 followed.append(alike)
         for alike in followed:
@@ -251,6 +259,26 @@ class Continuations:
         for each in and_parents(parent):
             self._used.move_to_end(each)
         return True
+
+    def drop_contained(self, key: Any, prefix: Continued | None, start: int, free: Free) -> int:
+        """Free the continuations that one which :meth:`add` has just kept contains: one, say, that its request
+        read before it was retracted. They would keep their slots as long as the path is in use, and serve
+        nobody. Arguments as those of :meth:`add`. Returns how many slots became free."""
+        tokens = np.asarray(key.token_ids, dtype=np.int64)
+        if prefix is not None:
+            return 0
+        roots = self._roots.get(_namespace(key))
+        by_digest = {} if roots is None else dict(roots.beginning(tokens, start)).get(start, {})
+        alike = by_digest.get(_digest(tokens[:start]), ())
+        whole = [each for each in alike if each.end == len(tokens) == start + each.common(tokens)]
+        freed = 0
+        for made in whole[-1:]:
+            for each in list(alike):
+                is_contained = each.start + each.common(tokens) == each.end < made.end
+                is_needed = each.pins or each.children or each.needs_ending
+                if is_contained and not is_needed and each.exact <= made.exact:
+                    freed += self._shorten(each, len(each), free)
+        return freed
 
     def _branches(self, node: Continuation) -> Branches:
         """Where ``node`` belongs."""
@@ -438,6 +466,18 @@ def _namespace(key: Any) -> Namespace:
 
 def _new_digest() -> Any:
     return hashlib.blake2b(digest_size=16)
+
+
+def _add_digests(digests: dict[int, bytes], tokens: np.ndarray, starts: Sequence[int]) -> None:
+    """Add the digest of the tokens before each of ``starts``, ascending. Each token is hashed once at most."""
+    if digests.keys() >= set(starts):
+        return
+    hashed = 0
+    digest = _new_digest()
+    for start in starts:
+        digest.update(tokens[hashed:start].tobytes())
+        hashed = start
+        digests[start] = digest.digest()
 
 
 def _digest(tokens: np.ndarray) -> bytes:

@@ -93,4 +93,5 @@ def empty_ring(tree: SharedRadixCache, slot: torch.Tensor) -> None:
     pool = tree.req_to_token_pool
     write_pos = pool.mamba_pool.replayssm_write_pos
     if write_pos is not None:
-        write_pos[pool.translate_mamba_indices(slot)] = 0
+        # An assignment would copy the 0 from host memory, and so wait for the device.
+        write_pos.index_fill_(0, pool.translate_mamba_indices(slot), 0)

@@ -10,6 +10,7 @@
 - ``Req``, attribute :data:`COPIED`: what SGLang's own copy of a retracted request's KV lacks
   (``cache/handover.py``).
 - ``Req``, attribute :data:`CONTINUED`: which cached positions of a prompt are approximate (``cache/tree/``).
+- ``Req``, attribute :data:`DIGESTS`: digests of the beginnings of its prompt (``cache/continuations.py``).
 - ``Req.customized_info``: what a response says that asked for a record (``plugin/report.py``).
 - ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
 - ``Req.last_node`` and prefix matches: a ``Continued`` in place of a node id (``cache/continuation.py``).
@@ -44,6 +45,8 @@ COPIED = "_reasoncache_copied"
 #: Attribute of ``Req``: the positions ``(start, end)`` of its prompt that read what an earlier response shared,
 #: or None. Missing until the request is prefilled.
 CONTINUED = "_reasoncache_continued"
+#: Attribute of ``Req``: its prompt, and a dict of digests by length. Missing until the request is looked up.
+DIGESTS = "_reasoncache_digests"
 #: Attribute of a weight: its version, and its packed form (``cpu/packed.py``). Missing until it is needed.
 PACKED = "_reasoncache_packed"
 #: Attribute of the tokenizer manager: bool. Missing until all schedulers have answered.

@@ -26,6 +26,8 @@ from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 # Limits on the memory for the outputs of chunks.
 #: The most chunks of a query.
 SPLITS = 32
+#: A multiple of this many requests in a launch keeps addresses of later ones as aligned as those of the first.
+_ALIGNED = 4
 #: The most queries of a launch.
 QUERIES = 128
 #: The most elements that the merged outputs of a launch have.
@@ -419,6 +421,9 @@ def decode(
     )
     options = compiler_options(fixed)
     rows = min(batch, QUERIES, max(1, ELEMENTS // (heads * v_dim)))
+    if rows >= _ALIGNED:
+        # Triton compiles a kernel anew for addresses that are not aligned as those of the first requests.
+        rows -= rows % _ALIGNED if rows < batch else 0
     part_lse = query.new_empty((rows, heads, SPLITS), dtype=torch.float32)
     parts = part_lse.new_empty((rows, heads, SPLITS, v_dim))
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])

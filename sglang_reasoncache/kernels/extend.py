@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from sglang_reasoncache.device.upload import upload
@@ -26,6 +27,9 @@ from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 #: If a request has at most this many new tokens, each token is computed as in decode, without copying entries.
 MOST_SINGLE = 4
+#: PyTorch's own kernels. On Hopper and Blackwell it prefers cuDNN's, for which it builds, and keeps for ever, a
+#: plan for each number of tokens.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _BLOCK = 1024  # queries in one call of PyTorch's attention, if the call needs a mask
 _MASK_ELEMENTS = 1 << 22  # most elements of a mask that is kept, or of weights computed at once
 _NONE = np.zeros(0, dtype=np.int64)
@@ -300,13 +304,14 @@ def _extend_piece(
             mask = causal_lower_right(new, total)
         elif not causal:
             mask = plan.mask(end - begin, seen - first, reach)
-        result = F.scaled_dot_product_attention(
-            queries[:, :, begin:end],
-            keys[:, :, first:seen],
-            values[:, :, first:seen],
-            attn_mask=mask,
-            is_causal=causal,
-            scale=scale,
-            enable_gqa=grouped,
-        )
+        with sdpa_kernel(_KERNELS):
+            result = F.scaled_dot_product_attention(
+                queries[:, :, begin:end],
+                keys[:, :, first:seen],
+                values[:, :, first:seen],
+                attn_mask=mask,
+                is_causal=causal,
+                scale=scale,
+                enable_gqa=grouped,
+            )
         out[begin:end] = result[0].transpose(0, 1)

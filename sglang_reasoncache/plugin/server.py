@@ -396,7 +396,9 @@ def _filter(
     """Start the filter process, once the meter has compiled its kernels."""
     config = resolved.config
     page = resolved.page
-    meter.warm_up(page if page > 1 else config.block)
+    # At page sizes above 1 alternatives are measured by the block.
+    for length in {config.block, page} if page > 1 else {config.block}:
+        meter.warm_up(length)
     settings = filter_config(config)
     if not vocabulary.pieces:
         settings = dataclasses.replace(settings, max_step_tokens=step_without_text(config))

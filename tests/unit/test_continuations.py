@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that what a finished response shared stays in the prefix cache, for prompts that may read it."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +13,17 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache import continuation, continuations
 from sglang_reasoncache.cache.continuation import Branches, Continuation, Continued, Path
 from sglang_reasoncache.cache.continuations import MOST_ALIKE
+from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED
 from tests.property.world import OUTPUT, PROMPT, Pair, Setup, World
+from tests.unit.test_swap import admitted
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
@@ -268,6 +272,75 @@ def test_the_same_response_is_kept_once(setup: Setup) -> None:
     assert finished(world, "a") == finished(world, "b")
     assert len(world.allocator.continuations) == 1
     assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_one_that_contains_another_takes_its_place(setup: Setup) -> None:
+    """A request that read a continuation, was retracted and came back from the host keeps all that it has
+    beside the one that it read. The path is in use as long as the conversation goes on."""
+    world = World(replace(setup, swap=1 << 20))
+    tokens = finished(world)
+    there = world.allocator.continuations
+    req = asked(world, tokens)
+    run(world, req)
+    world.retract(req)
+    assert swapped_of(req) is not None
+    admitted(world, req)
+    world.step(req)
+    longer = [*req.origin_input_ids, *req.output_ids]
+    world.finish(req)
+    [one] = there
+    # The step wrote the token that the prefill should have sampled.
+    assert kept(setup, [*longer, 0]) == one.end
+    assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    assert asked(world, longer).prefix_len == one.end
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_chunks_behind_a_continuation_stay_if_the_client_leaves(setup: Setup) -> None:
+    """Else a client that tries again, and waits less than its prompt takes, would never get an answer."""
+    world = World(setup)
+    tokens = finished(world)
+    prompt = [*tokens, *range(500, 560)]
+    req = asked(world, prompt)
+    assert isinstance(req.last_node, Continued)
+    length = req.prefix_len
+    for end in (length + 16, length + 32):
+        req.extend_end = end
+        req.lock = req.lock or world.tree.lock(req.last_node)
+        world.write(world.extend(req), [1] * 16)
+        checkpoint_kv_cache(req, world.tree)
+    assert req.prefix_len == length + 32
+    world.abort(req)
+    again = asked(world, prompt)
+    assert again.prefix_len == kept(setup, prompt[: length + 33])
+    assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    world.assert_empty()
+
+
+def test_a_prompt_that_waits_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang looks waiting requests up in each pass of its scheduler. Another prompt is hashed again."""
+    world = World(SETUPS[0])
+    tokens = finished(world)
+    hashed = list[int]()
+    add = continuations._add_digests
+
+    def counting(digests: dict[int, bytes], *rest: Any) -> None:
+        had = len(digests)
+        add(digests, *rest)
+        hashed.append(len(digests) - had)
+
+    monkeypatch.setattr(continuations, "_add_digests", counting)
+    req = asked(world, tokens)
+    length = req.prefix_len
+    for _ in range(3):
+        req.init_next_round_input(world.tree)
+    assert req.prefix_len == length and hashed == [1, 0, 0, 0]
+    req.origin_input_ids = array("q", req.origin_input_ids)
+    req.init_next_round_input(world.tree)
+    assert hashed[4:] == [1]
     world.assert_empty()
 
 

@@ -8,6 +8,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.composition import Composition
+from sglang_reasoncache.cache.continuation import Continued
 from sglang_reasoncache.cache.freed import NOTHING_SHARED
 from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.host_row import HostRow
@@ -40,7 +41,22 @@ class SwapsOut(Publishes):
         if handover is not None and not req.finished():
             with self.owner.contained_alone():
                 self._drafts = handover.drafts_of(req)
+        self._keep_chunks(req)
         return bool(super().claim_kv_row(req))
+
+    def _keep_chunks(self, req: Request) -> None:
+        """Keep what was computed of a prompt behind a continuation, if the request is aborted between two
+        chunks. SGLang's tree has the chunks of other prompts. A client that tries again goes on from there."""
+        if (
+            self.token_to_kv_pool_allocator.continues
+            and isinstance(req.last_node, Continued)
+            and req.finished()
+            and not req.output_ids
+            and not req.skip_radix_cache_insert
+            and not self.is_mamba_enabled
+        ):
+            with self.owner.contained_alone():
+                self._continue(req, req.prefix_len)
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         state = None

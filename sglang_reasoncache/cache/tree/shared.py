@@ -19,7 +19,7 @@ from sglang_reasoncache.cache.states import begin_with
 from sglang_reasoncache.cache.swap import Restored, computed_length, swapped_of
 from sglang_reasoncache.cache.tree.base import ContinuedLock, first_shared
 from sglang_reasoncache.cache.tree.retracting import SwapsOut
-from sglang_reasoncache.compat.carriers import CONTINUED, SWAPPED
+from sglang_reasoncache.compat.carriers import CONTINUED, DIGESTS, SWAPPED
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import only_scores, takes_part
 
@@ -76,7 +76,11 @@ class SharedRadixCache(SwapsOut):
             held = result.full_kv_hit_length
         usable = result.device_prefix_len + result.host_hit_length
         parts = self._continuations.match(
-            params.key, held, exact=not _may_read_approximate(params.req), matched=usable
+            params.key,
+            held,
+            exact=not _may_read_approximate(params.req),
+            matched=usable,
+            digests=_digests_of(params),
         )
         if not parts:
             return result
@@ -237,6 +241,20 @@ class SharedRadixCache(SwapsOut):
         needed = self.sliding_window_size + self.page_size + in_pages
         locked = self.sliding_window_size + max(in_pages, interval + self.page_size)
         return int(needed + locked + 1)
+
+
+def _digests_of(params: Any) -> dict[int, bytes] | None:
+    """What is kept of a request's prompt for :meth:`Continuations.match`. None where the key goes on behind the
+    prompt, or if tokens of the prompt were replaced."""
+    req = params.req
+    prompt = req.origin_input_ids
+    if len(params.key) > len(prompt):
+        return None
+    kept: tuple[Any, dict[int, bytes]] | None = getattr(req, DIGESTS, None)
+    if kept is None or kept[0] is not prompt:
+        kept = (prompt, {})
+        setattr(req, DIGESTS, kept)
+    return kept[1]
 
 
 def _may_read_approximate(req: Request) -> bool:
