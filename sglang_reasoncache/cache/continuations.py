@@ -338,6 +338,14 @@ class Continuations:
                     freed += self._shorten(node, wanted - freed, free)
         return freed
 
+    def least_evicted(self) -> int:
+        """How many tokens :meth:`evict` takes at least of the next continuation. 0 if a request reads each."""
+        node = next((each for each in self._used if not each.pins), None)
+        return 0 if node is None else self._least_of(node)
+
+    def _least_of(self, node: Continuation) -> int:
+        return len(node) if node.needs_ending else max(len(node) // _LEAST_EVICTED, self._page)
+
     def evict_endings(self, wanted: int, free: Free) -> int:
         """Free endings of size ``wanted`` at least, or all that are evictable, of the least recently used
         conversation first, its oldest turns before its newest: a next turn needs only the newest. Returns how
@@ -394,9 +402,7 @@ class Continuations:
         return freed
 
     def _cut(self, node: Continuation, wanted: int, free: Free) -> int:
-        length = max(wanted, len(node) // _LEAST_EVICTED, self._page)
-        if node.needs_ending:
-            length = len(node)
+        length = len(node) if node.needs_ending else max(wanted, self._least_of(node))
         kept = max(len(node) - length, 0) // self._page * self._page
         slots = node.slots[kept:]
         known = node.known[kept:]

@@ -51,6 +51,15 @@ def finished(world: World, name: str = "r", first: int = PROMPT[0]) -> list[int]
     return [*req.origin_input_ids, *req.output_ids]
 
 
+def without_output(world: World, count: int) -> None:
+    """Leave ``count`` exact prompts of 10 tokens in the cache."""
+    for number in range(count):
+        req = world.request(f"plain {number}", range(1000 * number + 7, 1000 * number + 17))
+        world.prefill(req)
+        req.output_ids.append(1)
+        world.finish(req)
+
+
 def kept(setup: Setup, tokens: list[int]) -> int:
     """How many of the tokens of a response that finished stay cached: all whole pages but the newest token, and
     where keys are pairs without the token before it."""
@@ -160,6 +169,63 @@ def test_a_prompt_whose_prefill_would_take_long_reads_what_is_exact() -> None:
         req = asked(world, tokens)
         assert req.prefix_len == (length if continues else FIRST)
         world.tree.unlock(req.lock)
+
+
+def test_beside_a_host_tier_a_long_conversation_is_computed_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only exact KV goes to the host. What is behind it is lost when SGLang evicts it."""
+    world = World(SETUPS[0])
+    tokens = finished(world)
+    length = len(tokens) - 1
+    for tier, most, continues in ((None, 0, True), (object(), 23, True), (object(), 22, False)):
+        monkeypatch.setattr(world.tree, "cache_controller", tier)
+        monkeypatch.setattr("sglang_reasoncache.cache.tree.shared.MOST_BESIDE_TIER", most)
+        req = asked(world, tokens)
+        assert req.prefix_len == (length if continues else FIRST)
+        monkeypatch.undo()
+
+
+def test_what_nobody_uses_behind_a_path_in_use_ages() -> None:
+    """A client went on with a response in two ways, and goes on with one of them, so the path of both stays in
+    use. The other way goes before a conversation that was used later."""
+    world = World(replace(SETUPS[0], slots=400))
+    tokens = finished(world)
+    reqs = [asked(world, [*tokens, *range(first, first + 40)]) for first in (500, 600)]
+    for req in reqs:
+        run(world, req)
+    ways = [[*req.origin_input_ids, *req.output_ids] for req in reqs]
+    for req in reqs:
+        world.finish(req)
+    without_output(world, 10)
+    other = finished(world, "other", first=50)
+    there = world.allocator.continuations
+    assert len(there) == 4
+    in_use = asked(world, ways[1])
+    in_use.lock = world.tree.lock(in_use.last_node)
+    evicted = 0
+    while evicted < 120:
+        evicted += world.tree.evict(EvictParams(num_tokens=2)).num_tokens_evicted
+    lengths = [asked(world, each).prefix_len for each in (*ways, other)]
+    assert lengths[0] < len(ways[0]) - 20 and lengths[1] == len(ways[1]) - 1
+    assert lengths[2] == len(other) - 1
+    world.tree.unlock(in_use.lock)
+    world.assert_empty()
+
+
+def test_continuations_give_no_more_than_their_share() -> None:
+    """Though an eighth of one goes at once, and SGLang evicts a few slots in each decode step."""
+    world = World(replace(SETUPS[0], slots=600))
+    without_output(world, 20)
+    finished(world)
+    there = world.allocator.continuations
+    share = there.evictable / world.tree.evictable_size()
+    before = there.evictable
+    evicted = 0
+    while evicted < 100:
+        evicted += world.tree.evict(EvictParams(num_tokens=1)).num_tokens_evicted
+    assert 0 < before - there.evictable < 2 * share * evicted
+    world.assert_empty()
 
 
 def test_a_prompt_of_which_several_samples_follow_reads_it() -> None:

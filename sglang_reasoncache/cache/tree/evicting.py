@@ -15,6 +15,8 @@ from sglang_reasoncache.cache.tree.base import OverSharedSlots
 class EvictsContinuations(OverSharedSlots):
     """A prefix cache whose sizes and evictions include continuations."""
 
+    #: Slots of continuations that are to be evicted next, because as large a share of the core's were.
+    _owed = 0.0
     #: Slots of continuations that were freed while the core evicted.
     _freed_before = 0
 
@@ -60,8 +62,9 @@ class EvictsContinuations(OverSharedSlots):
         return self._evict_both(super().evict_for_alloc, params, **named)
 
     def _evict_both(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
-        """Evict nodes of the core, the least recently used first, each with the continuations of its path: the
-        path was used whenever they were. Then evict continuations whose path is locked."""
+        """Evict continuations and nodes of the core, of either the least recently used first and as large a
+        share as either has of what is evictable: neither knows when the other's were used. With a node go the
+        continuations of its path. Then evict what is left of either."""
         mine = self._continuations
         requested, evicted = self._of_endings
         if not len(mine):
@@ -71,20 +74,40 @@ class EvictsContinuations(OverSharedSlots):
         wanted = params.num_tokens
         if wanted <= 0:
             return evict(params, **named)
-        freed = endings = 0
+        had = mine.evictable_endings
+        of_core = int(super().full_evictable_size())
+        of_mine = mine.evictable
+        paid = self._pay() if wanted < of_mine + of_core else 0
+        freed = paid
+        endings = had - mine.evictable_endings
         while True:
             # Half of what is missing at a time, because continuations may give the rest.
-            left = wanted - freed
+            left = max(wanted - freed, 0)
             left = max(left // 2, 1) if mine.evictable else left
             result = self._evict_core(evict, dataclasses.replace(params, num_tokens=left), **named)
             endings += getattr(result, evicted)
             freed += result.num_tokens_evicted
             if freed >= wanted or not result.num_tokens_evicted:
                 break
+        # Those of nodes of the core went with them.
+        went = max(of_mine - paid - mine.evictable, 0)
+        owed = self._owed + (freed - paid - went) * of_mine / max(of_core, 1) - went
+        self._owed = max(owed, 0.0)
         had = mine.evictable_endings
         freed += mine.evict(wanted - freed, self._free_continued)
         endings += had - mine.evictable_endings
         return dataclasses.replace(result, num_tokens_evicted=freed, **{evicted: endings})
+
+    def _pay(self) -> int:
+        """Evict the slots of continuations that are owed, once they are as many as go of a continuation at
+        once. Returns how many."""
+        mine = self._continuations
+        self._owed = min(self._owed, mine.evictable)
+        if self._owed < 1 or self._owed < mine.least_evicted():
+            return 0
+        freed = mine.evict(int(self._owed), self._free_continued)
+        self._owed = max(self._owed - freed, 0.0)
+        return freed
 
     def _evict_core(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
         """Evict nodes or endings of the core, and the continuations that go with them. The result counts

@@ -23,6 +23,10 @@ from sglang_reasoncache.compat.carriers import CONTINUED, DIGESTS, SWAPPED
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import only_scores, takes_part
 
+#: With a host tier a prompt reads at most so many approximate tokens. Behind more it is computed, and then goes
+#: to the host as far as it is exact: only there is a conversation safe from eviction.
+MOST_BESIDE_TIER = 16_384
+
 
 class SharedRadixCache(SwapsOut):
     """SGLang's prefix cache over rows that share slots (see the package)."""
@@ -91,6 +95,9 @@ class SharedRadixCache(SwapsOut):
         first = prefix.first_approximate
         if first is not None and prefix.length - usable < usable - first:
             # It would make more exact positions approximate than it saves from being computed.
+            return result
+        approximate = 0 if first is None else prefix.length - first
+        if self.cache_controller is not None and approximate > MOST_BESIDE_TIER:
             return result
         if self.most_pairs is not None:
             new = len(params.key) - prefix.length
