@@ -3,13 +3,14 @@
 
 from typing import NamedTuple
 
-#: Latent attention whose rows have no rotated dims, also of other slots (NoPE).
+#: Kind of latent attention whose rows are the latent part alone (``qk_rope_head_dim`` 0).
 WITHOUT_ROTATED = "latent without rotated dims, Kimi delta"
 #: Kind of attention -> reason why the server refuses the model or shares nothing.
 REFUSED = {
     "full, windows, heads of 512 dims": "nothing shared: our kernels spill registers at 512 dims",
     "full, chunks": "nothing shared: our kernels know windows, not chunks",
     WITHOUT_ROTATED: "nothing shared: our kernels need rotated dims behind the latent ones",
+    "full, by a way of its own": "nothing shared: the model writes or reads KV itself",
     "latent, sinks": "nothing shared: our kernels have no sinks over latent rows",
     "sparse": "nothing shared: index keys, which choose what is read, are not rotated with the others",
     "sparse, own pool": "nothing shared: SGLang keeps their KV in pools of another layout",
@@ -168,6 +169,12 @@ FAMILIES = (
         "full, windows, heads of 512 dims",
         "",
         ("gemma4_causal.Gemma4Attention",),
+    ),
+    Family(
+        "Muse Spark, Inkling",
+        "full, by a way of its own",
+        "",
+        ("inkling_common/attn.InklingAttention",),
     ),
     Family("Llama 4", "full, chunks", "", ("llama4.Llama4Attention",)),
     Family("Phi-4-mini", "full, LongRoPE", "tiny: CPU", ("Phi3LongRoPEScaledRotaryEmbedding",)),

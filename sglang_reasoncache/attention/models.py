@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     )
 
 _FLAG = "--enable-reasoncache"
+#: The end of messages that name a flag with which keys can be rotated.
+IT_WORKS = "it works"
 
 #: What our kernels require of a layer: a feature's name, its attribute in SGLang's layer, supported values.
 LAYER_ATTRIBUTES = (
@@ -64,9 +66,7 @@ def check_pool(pool: Any, requested_by: str = _FLAG, drafts: bool = False) -> No
         pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
     if type(pool) is compat.MLATokenToKVPool:
         if not pool.qk_rope_head_dim:
-            raise CannotShare(
-                f"{requested_by} does not support latent attention: {REFUSED[WITHOUT_ROTATED]}"
-            )
+            raise CannotShare(f"{requested_by} does not support it: {_reason(WITHOUT_ROTATED)}")
         return
     if type(pool) is compat.DSATokenToKVPool:
         raise _sparse(requested_by)
@@ -101,8 +101,12 @@ def check_kind(context: TreeCacheBuildContext) -> None:
 
 
 def _sparse(requested_by: str) -> CannotShare:
-    reason = REFUSED["sparse"].removeprefix("nothing shared: ")
-    return CannotShare(f"{requested_by} does not support sparse attention: {reason}")
+    return CannotShare(f"{requested_by} does not support sparse attention: {_reason('sparse')}")
+
+
+def _reason(kind: str) -> str:
+    """Why attention of this kind shares nothing."""
+    return REFUSED[kind].removeprefix("nothing shared: ")
 
 
 def window_age(context: TreeCacheBuildContext) -> int:
@@ -161,7 +165,7 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
     if multimodal and any(map(reach_of, layers)):
         raise ValueError(
             f"{requested_by}: beside sliding windows images are not supported, whose tokens may see each "
-            "other; with --language-model-only, or without --enable-multimodal, it works"
+            f"other; with --language-model-only, or without --enable-multimodal, {IT_WORKS}"
         )
     for layer in layers:
         if latent and layer.k_scale_float not in (None, 1.0):

@@ -233,7 +233,7 @@ def _table(module: Any, max_positions: int) -> tuple[torch.Tensor, bool]:
     table = module._compute_cos_sin_cache().float()[first:]
     plain = compat.RotaryEmbedding._compute_cos_sin_cache
     if len(table) < max_positions and type(module)._compute_cos_sin_cache is plain:
-        # SGLang lengthens its own table when it starts, by the same angles for these classes.
+        # SGLang lengthens its own table when it starts, by the same angles for classes that compute it so.
         frequencies = module._compute_inv_freq(module.base).float()
         positions = torch.arange(max_positions, device=frequencies.device)
         angles = positions[:, None] * frequencies

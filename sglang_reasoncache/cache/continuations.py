@@ -260,25 +260,23 @@ class Continuations:
             self._used.move_to_end(each)
         return True
 
-    def drop_contained(self, key: Any, prefix: Continued | None, start: int, free: Free) -> int:
+    def drop_contained(self, key: Any, prefix: Continued | None, start: int, free: Free) -> None:
         """Free the continuations that one which :meth:`add` has just kept contains: one, say, that its request
         read before it was retracted. They would keep their slots as long as the path is in use, and serve
-        nobody. Arguments as those of :meth:`add`. Returns how many slots became free."""
-        tokens = np.asarray(key.token_ids, dtype=np.int64)
+        nobody. Arguments as those of :meth:`add`. Nothing is dropped if ``prefix`` is given."""
         if prefix is not None:
-            return 0
+            return
+        tokens = np.asarray(key.token_ids, dtype=np.int64)
         roots = self._roots.get(_namespace(key))
         by_digest = {} if roots is None else dict(roots.beginning(tokens, start)).get(start, {})
         alike = by_digest.get(_digest(tokens[:start]), ())
         whole = [each for each in alike if each.end == len(tokens) == start + each.common(tokens)]
-        freed = 0
         for made in whole[-1:]:
             for each in list(alike):
                 is_contained = each.start + each.common(tokens) == each.end < made.end
                 is_needed = each.pins or each.children or each.needs_ending
                 if is_contained and not is_needed and each.exact <= made.exact:
-                    freed += self._shorten(each, len(each), free)
-        return freed
+                    self._shorten(each, len(each), free)
 
     def _branches(self, node: Continuation) -> Branches:
         """Where ``node`` belongs."""
@@ -339,7 +337,7 @@ class Continuations:
         return freed
 
     def least_evicted(self) -> int:
-        """How many tokens :meth:`evict` takes at least of the next continuation. 0 if a request reads each."""
+        """How many tokens :meth:`evict` takes at least of the next continuation. 0 if requests read all."""
         node = next((each for each in self._used if not each.pins), None)
         return 0 if node is None else self._least_of(node)
 

@@ -222,7 +222,7 @@ PAGE_BACKENDS = ("fa3", "trtllm_mha", "trtllm_mla")
 #: all servers on NVIDIA GPUs run one of these by default.
 CUDA_BACKENDS = (*SLOT_BACKENDS, *PAGE_BACKENDS)
 
-#: SGLang's backends for DeepSeek sparse attention, which we only watch.
+#: SGLang's backends for DeepSeek sparse attention. They stay as they are; of a draft model we note the KV pool.
 SPARSE_BACKENDS = ("dsa", "nsa")
 
 #: Names of the attention backends that can rotate shared keys and skip evicted positions.

@@ -26,7 +26,7 @@ from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 # Limits on the memory for the outputs of chunks.
 #: The most chunks of a query.
 SPLITS = 32
-#: A multiple of this many requests in a launch keeps addresses of later ones as aligned as those of the first.
+#: Launches of a multiple of this many requests each begin at addresses that are aligned as those of the first.
 _ALIGNED = 4
 #: The most queries of a launch.
 QUERIES = 128

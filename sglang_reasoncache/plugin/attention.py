@@ -195,9 +195,9 @@ def resolve_positions(
     if config.shares:
         # Without a rotary embedding it is not known what reading keys as cached costs: perhaps nothing.
         with_kv = compat.layer_ids(model_runner.token_to_kv_pool)
-        can_rotate = reason.endswith("it works")
+        names_a_way = reason.endswith(models.IT_WORKS)
         unknown = rotations.finds_no_rotary(model_runner.model, with_kv)
-        hint = "" if can_rotate or unknown else _AS_CACHED
+        hint = "" if names_a_way or unknown else _AS_CACHED
         logger.warning("reasoncache: nothing is shared, because: %s%s", reason, hint)
     return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
@@ -292,7 +292,7 @@ def _corrected(
         # Our backend records a slot's position when it writes the slot. SGLang's backend does not.
         # SGLang chooses such a pair for Qwen3-VL on an H100, unless the operator names a backend.
         both = {prefill, decode} <= set(compat.CUDA_BACKENDS)
-        hint = f"; with --attention-backend {prefill} it works" if both else ""
+        hint = f"; with --attention-backend {prefill} {models.IT_WORKS}" if both else ""
         raise ValueError(
             f"{_CORRECTED} needs one attention backend for prefill and decode, got {prefill} and {decode}{hint}"
         )

@@ -183,7 +183,7 @@ class Controller:
                 swap.rests = False
 
     def weights_changed(self) -> None:
-        """Load no KV from the host that older weights computed."""
+        """Load no KV from the host that older weights computed, and copy none there later."""
         if self.report.swap is not None:
             self.report.swap.weights_changed()
 

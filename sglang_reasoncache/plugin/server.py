@@ -31,7 +31,7 @@ from sglang_reasoncache.compat.types import (
     SlotAllocator,
     TreeCacheBuildContext,
 )
-from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config
+from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config, flag_of
 from sglang_reasoncache.device.host_memory import free_host_memory, gpus_of_machine
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
@@ -77,7 +77,9 @@ class ServerParts:
         pool = stock.get_kvcache()
         #: Why nothing is shared, where KV only goes to the host and back.
         self._only_copied = (
-            models.why_only_copied(pool) if _may_swap(config, compat.get_server_args()) else None
+            models.why_only_copied(pool)
+            if _may_only_copy(config, compat.get_server_args())
+            else None
         )
         if self._only_copied is None:
             models.check_pool(pool)
@@ -144,6 +146,8 @@ class ServerParts:
                 self._settings(runner), self._attention, runner
             )
         else:
+            if self._config.positions == "corrected":
+                raise ValueError(f"{flag_of('positions')} corrected: {uncorrected}")
             config = dataclasses.replace(self._config, positions="as-cached", percentile=0)
             logger.warning("reasoncache: nothing is shared, because: %s", uncorrected)
         attention.check_policies(config, self._attention, runner)
@@ -197,9 +201,9 @@ class ServerParts:
     def _swap(
         self, tree: SharedRadixCache, resolved: ResolvedConfig, args: ServerArgs
     ) -> HostSwap | None:
-        """Host memory for the KV of retracted requests. None if the operator wants none or the settings share
-        nothing, and, with a line in the log, where more than KV, states and windows is needed. A draft model's
-        KV is copied, too."""
+        """Host memory for the KV of retracted requests. None if the operator wants none, if the settings switch
+        the plugin off, on a decode server of a PD pair and, with a line in the log, where more than KV, states
+        and windows is needed. A draft model's KV is copied, too."""
         config = resolved.config
         limit = config.host_swap_gb
         # On a decode server see :meth:`_handover`.
@@ -445,8 +449,9 @@ def _host_limit(config: ReasonCacheConfig, args: ServerArgs) -> int:
     return limit
 
 
-def _may_swap(config: ReasonCacheConfig, args: ServerArgs) -> bool:
-    """Whether flags and settings let retracted requests be copied to the host where nothing is shared."""
+def _may_only_copy(config: ReasonCacheConfig, args: ServerArgs) -> bool:
+    """Whether a pool that cannot be shared may still be copied to the host. :meth:`ServerParts._swap` repeats
+    some of this for all pools."""
     return (
         config.host_swap_gb != 0
         and config.is_active

@@ -213,7 +213,7 @@ def test_what_nobody_uses_behind_a_path_in_use_ages() -> None:
     world.assert_empty()
 
 
-def test_continuations_give_no_more_than_their_share() -> None:
+def test_continuations_give_at_most_twice_their_share() -> None:
     """Though an eighth of one goes at once, and SGLang evicts a few slots in each decode step."""
     world = World(replace(SETUPS[0], slots=600))
     without_output(world, 20)

@@ -62,9 +62,10 @@ class EvictsContinuations(OverSharedSlots):
         return self._evict_both(super().evict_for_alloc, params, **named)
 
     def _evict_both(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
-        """Evict continuations and nodes of the core, of either the least recently used first and as large a
-        share as either has of what is evictable: neither knows when the other's were used. With a node go the
-        continuations of its path. Then evict what is left of either."""
+        """Evict the slots that continuations owe, then nodes of the core, each with the continuations of its
+        path, then, if these are too few, more continuations. Of either the least recently used go first. For
+        what the core gives, continuations owe as large a share as they have of what is evictable, because
+        neither knows when the other's were used. A later call evicts it."""
         mine = self._continuations
         requested, evicted = self._of_endings
         if not len(mine):

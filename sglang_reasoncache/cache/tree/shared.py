@@ -251,8 +251,8 @@ class SharedRadixCache(SwapsOut):
 
 
 def _digests_of(params: Any) -> dict[int, bytes] | None:
-    """What is kept of a request's prompt for :meth:`Continuations.match`. None where the key goes on behind the
-    prompt, or if tokens of the prompt were replaced."""
+    """Digests kept on a request for :meth:`Continuations.match`: a new dict if its prompt was replaced. None if
+    the key goes on behind the prompt."""
     req = params.req
     prompt = req.origin_input_ids
     if len(params.key) > len(prompt):
