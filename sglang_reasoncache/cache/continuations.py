@@ -41,6 +41,8 @@ _VICTIMS = 16
 #: hostile client must not make look-ups slow.
 LEAST_TOKENS = 16
 MOST_ALIKE = 16
+#: So many digests of a prompt's beginnings are kept.
+_MOST_DIGESTS = 4096
 #: Of the places where a prompt could leave a path, or a continuation, so many are followed, the last ones.
 _MOST_FOLLOWED = 64
 #: Takes away one reference for each of ``slots``, of which ``known`` is known (:class:`Continuation`), and
@@ -145,9 +147,12 @@ class Continuations:
             if parts and parts[-1].end > longest:
                 best = parts
                 longest = parts[-1].end
-        for node, _ in reversed(best):
-            self._used.move_to_end(node)
         return best
+
+    def use(self, parts: Sequence[Part]) -> None:
+        """A prompt reads ``parts``, which are the most recently used ones now."""
+        for node, _ in reversed(parts):
+            self._used.move_to_end(node)
 
     def _along(
         self, candidates: Sequence[Continuation], tokens: np.ndarray, exact: bool
@@ -476,6 +481,8 @@ def _add_digests(digests: dict[int, bytes], tokens: np.ndarray, starts: Sequence
     """Add the digest of the tokens before each of ``starts``, ascending. Each token is hashed once at most."""
     if digests.keys() >= set(starts):
         return
+    if len(digests) > _MOST_DIGESTS:
+        digests.clear()
     hashed = 0
     digest = _new_digest()
     for start in starts:

@@ -133,13 +133,13 @@ class ServerParts:
 
     def _resolve(self, context: TreeCacheBuildContext) -> ResolvedConfig:
         """Settle the settings of this scheduler."""
+        page = context.params.page_size
         if self._only_copied is None:
             models.check_kind(context)
+            refusals.check_page_size(page)
         if self._attention.rotations is not None and not self._attention.corrects_prefills:
             models.check_latent(self.allocator.get_kvcache(), context.server_args)
         runner = context.tp_worker.model_runner
-        page = context.params.page_size
-        refusals.check_page_size(page)
         uncorrected = self._only_copied or models.what_rows_keep(context.params.req_to_token_pool)
         if uncorrected is None:
             config, uncorrected = attention.resolve_positions(

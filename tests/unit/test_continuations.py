@@ -228,6 +228,27 @@ def test_continuations_give_at_most_twice_their_share() -> None:
     world.assert_empty()
 
 
+def test_what_continuations_pay_is_not_taken_from_the_tree_as_well() -> None:
+    """And a flush leaves no debt."""
+    world = World(replace(SETUPS[0], slots=600))
+    without_output(world, 20)
+    finished(world)
+    there = world.allocator.continuations
+    while world.tree._owed < there.least_evicted():
+        assert world.tree.evict(EvictParams(num_tokens=1)).num_tokens_evicted > 0
+    of_core = world.tree.evictable_size() - there.evictable
+    before = there.evictable
+    assert (
+        world.tree.evict(EvictParams(num_tokens=1)).num_tokens_evicted
+        == before - there.evictable
+        > 0
+    )
+    assert world.tree.evictable_size() - there.evictable == of_core
+    world.tree._owed = 3.0
+    world.assert_empty()
+    assert world.tree._owed == 0.0
+
+
 def test_a_prompt_of_which_several_samples_follow_reads_it() -> None:
     """SGLang first computes the prompt without output, for its samples: not for scores."""
     world = World(SETUPS[0])

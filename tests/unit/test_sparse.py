@@ -154,9 +154,13 @@ def context_of(allocator: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("debug", [False, True])
 def test_the_server_copies_retracted_requests_and_shares_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    debug: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if debug:
+        # Refused where pages are shared.
+        monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
     parts = ServerParts(ReasonCacheConfig(), stock_allocator())
     assert type(parts.allocator) is SharedPagedAllocator
     draft = SimpleNamespace(token_to_kv_pool=sparse_pool(), is_draft_worker=True)

@@ -20,6 +20,10 @@ class EvictsContinuations(OverSharedSlots):
     #: Slots of continuations that were freed while the core evicted.
     _freed_before = 0
 
+    def reset(self) -> None:
+        super().reset()
+        self._owed = 0.0
+
     def evictable_size(self) -> int:
         return int(super().evictable_size()) + self._continuations.evictable
 
@@ -69,6 +73,7 @@ class EvictsContinuations(OverSharedSlots):
         mine = self._continuations
         requested, evicted = self._of_endings
         if not len(mine):
+            self._owed = 0.0
             return evict(params, **named)
         if getattr(params, requested) > 0:
             return self._evict_with_endings(evict, params, **named)
@@ -84,7 +89,7 @@ class EvictsContinuations(OverSharedSlots):
         while True:
             # Half of what is missing at a time, because continuations may give the rest.
             left = max(wanted - freed, 0)
-            left = max(left // 2, 1) if mine.evictable else left
+            left = max(left // 2, 1) if left and mine.evictable else left
             result = self._evict_core(evict, dataclasses.replace(params, num_tokens=left), **named)
             endings += getattr(result, evicted)
             freed += result.num_tokens_evicted

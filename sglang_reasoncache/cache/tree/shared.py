@@ -70,7 +70,7 @@ class SharedRadixCache(SwapsOut):
         states = self.req_to_token_pool.mamba_allocator
         if not params.req.kv.holds_mamba and not states.available_size():
             exact = not _may_read_approximate(params.req)
-            self._continuations.match(params.key, len(params.key), exact)
+            self._continuations.use(self._continuations.match(params.key, len(params.key), exact))
 
     def _continued(self, params: Any, result: Any) -> Any:
         """``result``, which the core matched, or a continued prefix if that is longer."""
@@ -109,6 +109,7 @@ class SharedRadixCache(SwapsOut):
             and not begin_with(self, params.req, prefix)
         ):
             return result
+        self._continuations.use(parts)
         nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
         return result._replace(
             device_prefix_len=prefix.length,
