@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from eval.serving import ServerProcess
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _SERVER_TESTS = ROOT / "tests" / "server"
+
+# Machines may be slow, and run other programs.
+hypothesis.settings.register_profile("any speed", deadline=None)
+hypothesis.settings.load_profile("any speed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
