@@ -177,9 +177,14 @@ def siblings(traces: Path | None, size: int = 3000, questions: int = 12) -> Runs
         for number, (question, group) in enumerate(long)
         for sample, response in enumerate(group)
     ]
+    if not rows:
+        raise ValueError(
+            f"{traces / SAMPLES}: no question has only responses of over {size} tokens"
+        )
     write_whole(pieces, "".join(json.dumps(row) + "\n" for row in rows))
     replay = f"--model {model} --tasks aime24_replay --data aime24_replay={pieces} {sides}"
-    return {**runs, "replay": f"{replay} --temperature 0 --warm-up 2 --kv-budget 16000"}
+    settings = f"--limit {len(rows)} --temperature 0 --warm-up 2 --kv-budget 16000"
+    return {**runs, "replay": f"{replay} {settings}"}
 
 
 #: Summed over the decode steps of a request that grows from 45 to 580 positions, these budgets leave out 10,

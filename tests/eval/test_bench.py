@@ -13,7 +13,7 @@ import torch
 from eval import command
 from eval.bench import servers
 from eval.bench.attention_batch import RUN, SHARES, Shape, cached_positions, lay_rows
-from eval.bench.servers import AIME, BENCHES, LOOPING, MATH, Options, gpu, work
+from eval.bench.servers import AIME, BENCHES, LOOPING, MATH, SAMPLES, Options, gpu, work
 from eval.bench.turns import take_turns
 from eval.command import flags_of
 from eval.methods import find_method
@@ -28,13 +28,25 @@ from tests.triton_runs import interpreted
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two trace files. Each has six responses, and two that repeat one of the six 20 times."""
+    """A folder with trace files. Two have six responses, and two that repeat one of the six 20 times; the third
+    has two long responses to each question."""
     monkeypatch.chdir(tmp_path)
     texts = [problem.response for problem in generate(seed=5, count=6)]
     texts += [text * 20 for text in texts[:2]]
     for name in (AIME, MATH):
         write_rows(tmp_path / name, *({"question": "?", "response": text} for text in texts))
+    samples = [{"question": str(at // 2), "response": text * 20} for at, text in enumerate(texts)]
+    write_rows(tmp_path / SAMPLES, *samples)
     return tmp_path
+
+
+def test_samples_of_a_question_have_one_prompt(traces: Path) -> None:
+    options, _ = parse(flags_of(servers.siblings(traces, size=1000, questions=2)["replay"]))
+    rows = replay(options.data["aime24_replay"], options.model)["test"]
+    assert options.limit == len(rows) == 4
+    assert sorted(rows["prompt"]) == ["0", "0", "1", "1"] and set(rows["max_tokens"]) == {1000}
+    with pytest.raises(ValueError, match="no question has only responses of over 1000000 tokens"):
+        servers.siblings(traces, size=10**6)
 
 
 @pytest.mark.parametrize("bench", BENCHES)
