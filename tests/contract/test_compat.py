@@ -133,9 +133,15 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
     assert len(named) < len(found) or len(named) == len(names)
 
 
+#: Methods that SGLang has since the newest version that is supported.
+NEWEST = {"get_fused_kv_write_buffers"}
+
+
 @pytest.mark.parametrize(("name", "stock"), SUPER.values(), ids=map(".".join, SUPER))
 def test_what_we_extend_exists(name: str, stock: list[type]) -> None:
     """SGLang still has the method that ours extends. If it does not, it never calls ours."""
+    if name in NEWEST and compat.version("sglang") != compat.SUPPORTED_SGLANG[-1]:
+        pytest.skip(f"this SGLang has no {name}")
     assert any(hasattr(base, name) for base in stock)
 
 
