@@ -265,23 +265,18 @@ class Continuations:
             self._used.move_to_end(each)
         return True
 
-    def drop_contained(self, key: Any, prefix: Continued | None, start: int, free: Free) -> None:
-        """Free the continuations that one which :meth:`add` has just kept contains: one, say, that its request
-        read before it was retracted. They would keep their slots as long as the path is in use, and serve
-        nobody. Arguments as those of :meth:`add`. Nothing is dropped if ``prefix`` is given."""
-        if prefix is not None:
-            return
-        tokens = np.asarray(key.token_ids, dtype=np.int64)
-        roots = self._roots.get(_namespace(key))
-        by_digest = {} if roots is None else dict(roots.beginning(tokens, start)).get(start, {})
-        alike = by_digest.get(_digest(tokens[:start]), ())
-        whole = [each for each in alike if each.end == len(tokens) == start + each.common(tokens)]
-        for made in whole[-1:]:
-            for each in list(alike):
-                is_contained = each.start + each.common(tokens) == each.end < made.end
-                is_needed = each.pins or each.children or each.needs_ending
-                if is_contained and not is_needed and each.exact <= made.exact:
-                    self._shorten(each, len(each), free)
+    def drop_contained(self, free: Free) -> None:
+        """Free the continuations that the one which :meth:`add` has just kept behind a path contains: one, say,
+        that its request read before it was retracted. They would keep their slots as long as the path is in
+        use, and serve nobody."""
+        made = next(reversed(self._used))
+        for each in list(self._branches(made).alike(made)):
+            is_contained = len(each) < len(made) and np.array_equal(
+                each.tokens, made.tokens[: len(each)]
+            )
+            is_needed = each.pins or each.children or each.needs_ending
+            if is_contained and not is_needed and each.exact <= made.exact:
+                self._shorten(each, len(each), free)
 
     def _branches(self, node: Continuation) -> Branches:
         """Where ``node`` belongs."""

@@ -180,7 +180,8 @@ class Publishes(EvictsContinuations):
             # SGLang frees only what is behind.
             req.kv.cache_protected_len = end
             self.token_to_kv_pool_allocator.release_window(passed)
-            self._continuations.drop_contained(key, prefix, start, self._free_continued)
+            if prefix is None:
+                self._continuations.drop_contained(self._free_continued)
         return is_kept
 
     def _release_ending(self, req: Request) -> None:
