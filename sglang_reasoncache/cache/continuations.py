@@ -149,6 +149,14 @@ class Continuations:
                 longest = parts[-1].end
         return best
 
+    def has(self, parts: Sequence[Part]) -> bool:
+        """Whether all of ``parts``, which a request read before, are still cached, and a request that has the
+        states and windows of later positions can go on behind them."""
+        return all(
+            node in self._used and length <= len(node) and not node.needs_ending
+            for node, length in parts
+        )
+
     def use(self, parts: Sequence[Part]) -> None:
         """A prompt reads ``parts``, which are the most recently used ones now."""
         for node, _ in reversed(parts):

@@ -19,6 +19,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.continuation import Continued, Part
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.states import LastState, take_slot
 from sglang_reasoncache.compat.carriers import SWAPPED
@@ -51,6 +52,7 @@ class Swapped:
         window: SGLang's copies of the last positions' KV in the window pool, and in those of draft models.
             None without such a pool.
         in_window: Number of these positions. 0 without such a pool.
+        parts: The continuations that the request read, whose KV need not be loaded while they are cached.
         num_bytes: Size of the copies.
         is_valid: Whether the KV may be used.
     """
@@ -64,6 +66,7 @@ class Swapped:
         state: Any = None,
         window: Any = None,
         in_window: int = 0,
+        parts: tuple[Part, ...] = (),
     ) -> None:
         self.length = length
         self.runs = runs
@@ -72,6 +75,7 @@ class Swapped:
         self.state = state
         self.window = window
         self.in_window = in_window
+        self.parts = parts
         self.is_valid = True
         self.num_bytes = _bytes_of((state, window, [run.tensors for run in runs]))
 
@@ -81,6 +85,7 @@ class Swapped:
         self.runs = ()
         self.state = None
         self.window = None
+        self.parts = ()
         self.num_bytes = 0
 
 
@@ -102,8 +107,9 @@ def copied_of(req: Request) -> int:
 
 
 class Restored(NamedTuple):
-    """Takes the place of a node of the tree in ``Request.last_node``: the path of ``node``, then the ``slots``
-    into which the request's own KV was loaded, int64 ``[loaded]`` on the device.
+    """Takes the place of a node of the tree in ``Request.last_node``: the path of ``node``, or the prefix that
+    ends in a continuation, then the ``slots`` into which the request's own KV was loaded, int64 ``[loaded]`` on
+    the device.
 
     ``first_shared``: see :class:`Swapped`. Known here until the row has a copy on the host that knows it.
     ``in_window``: how many of the last slots have a peer in the window pool.
@@ -241,6 +247,7 @@ class HostSwap:
             state=kept_state,
             window=kept_window,
             in_window=0 if window is None else len(window),
+            parts=req.last_node.parts if isinstance(req.last_node, Continued) else (),
         )
         self._there.add(swapped)
         return swapped

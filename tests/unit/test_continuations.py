@@ -23,7 +23,7 @@ from sglang_reasoncache.cache.continuations import MOST_ALIKE
 from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED
 from tests.property.world import OUTPUT, PROMPT, Pair, Setup, World
-from tests.unit.test_swap import admitted
+from tests.unit.test_swap import admitted, overwrite, what_is_read
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
@@ -38,17 +38,26 @@ FIRST = 8
 PAIRS = Pair(FIRST, 24), Pair(12, 20)
 
 
-def finished(world: World, name: str = "r", first: int = PROMPT[0]) -> list[int]:
-    """The tokens of a request that shared, and finished. ``first``: the first token of its prompt."""
+def shared(
+    world: World, name: str = "r", first: int = PROMPT[0], written: int = OUTPUT
+) -> tuple[Req, list[int]]:
+    """A request that shared, and its tokens. ``first``: the first token of its prompt."""
     req = world.request(name, [first, *PROMPT[1:]])
-    world.respond(req, range(100, 101 + OUTPUT))
+    world.respond(req, range(100, 101 + written))
     world.controller.after_decode([req])
+    saved = world.controller.pipeline.saved
     world.propose(req, *PAIRS)
     for _ in range(3):
         world.controller.after_decode([req])
-    assert world.controller.pipeline.saved == 8
+    assert world.controller.pipeline.saved == saved + 8
+    return req, [*req.origin_input_ids, *req.output_ids]
+
+
+def finished(world: World, name: str = "r", first: int = PROMPT[0]) -> list[int]:
+    """The tokens of a request that shared, and finished."""
+    req, tokens = shared(world, name, first)
     world.finish(req)
-    return [*req.origin_input_ids, *req.output_ids]
+    return tokens
 
 
 def without_output(world: World, count: int) -> None:
@@ -364,15 +373,68 @@ def test_the_same_response_is_kept_once(setup: Setup) -> None:
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_one_that_contains_another_takes_its_place(setup: Setup) -> None:
-    """A request that read a continuation, was retracted and came back from the host keeps all that it has
-    beside the one that it read. The path is in use as long as the conversation goes on."""
+    """Two samples of a prompt are equal, and one ends earlier. The path is in use as long as the conversation
+    goes on."""
+    world = World(setup)
+    longer, tokens = shared(world, "longer", written=OUTPUT + 9)
+    finished(world, "shorter")
+    there = world.allocator.continuations
+    [one] = there
+    world.finish(longer)
+    [other] = there
+    assert one is not other and other.end == kept(setup, tokens) > one.end + setup.page
+    assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    assert asked(world, tokens).prefix_len == other.end
+    world.assert_empty()
+
+
+def restorable(world: World, tokens: list[int]) -> tuple[Req, np.ndarray]:
+    """A request that read a continuation, decoded, and was retracted; what it read."""
+    req = asked(world, tokens)
+    assert isinstance(req.last_node, Continued)
+    run(world, req)
+    contents, _ = what_is_read(world, req)
+    world.retract(req)
+    assert swapped_of(req) is not None
+    return req, contents
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_comes_back_goes_on_with_the_continuation_that_it_read(setup: Setup) -> None:
+    """Of all its KV only what the continuation does not hold takes slots of its own."""
     world = World(replace(setup, swap=1 << 20))
     tokens = finished(world)
     there = world.allocator.continuations
-    req = asked(world, tokens)
-    run(world, req)
-    world.retract(req)
-    assert swapped_of(req) is not None
+    [one] = there
+    end = one.end
+    for _ in range(2):
+        req, contents = restorable(world, tokens)
+        swapped = swapped_of(req)
+        assert swapped is not None
+        length = swapped.length
+        before = world.allocator.available_size() + world.tree.evictable_size()
+        assert admitted(world, req) <= setup.page + setup.pairs
+        assert isinstance(req.last_node, Continued) and req.kv.cache_protected_len == end
+        in_use = before - world.allocator.available_size() - world.tree.evictable_size()
+        pages = -(-req.kv.kv_allocated_len // setup.page) * setup.page
+        # The eight slots that positions of the continuation share are counted once.
+        assert in_use == pages - 8
+        assert (world.row(req)[FIRST:end] == one.slots[: end - FIRST].numpy()).all()
+        assert (what_is_read(world, req)[0][:length] == contents[:length]).all()
+        assert world.tree.reads_shifted([req])
+        assert (
+            world.tree._first_approximate(req, world.allocator.row_of(req.kv.req_pool_idx)) == FIRST
+        )
+        # It may be retracted again.
+        world.step(req)
+        contents, _ = what_is_read(world, req)
+        world.retract(req)
+        assert admitted(world, req) <= setup.page + setup.pairs
+        length -= setup.page
+        assert (what_is_read(world, req)[0][:length] == contents[:length]).all()
+        world.abort(req)
+        assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    req, _ = restorable(world, tokens)
     admitted(world, req)
     world.step(req)
     longer = [*req.origin_input_ids, *req.output_ids]
@@ -381,7 +443,29 @@ def test_one_that_contains_another_takes_its_place(setup: Setup) -> None:
     # The step wrote the token that the prefill should have sampled.
     assert kept(setup, [*longer, 0]) == one.end
     assert world.allocator.available_size() + world.tree.evictable_size() == world.total
-    assert asked(world, longer).prefix_len == one.end
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("gone", ["all", "end"])
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_comes_back_after_its_continuation_went_has_slots_of_its_own(
+    setup: Setup, gone: str
+) -> None:
+    world = World(replace(setup, swap=1 << 20))
+    tokens = finished(world)
+    req, contents = restorable(world, tokens)
+    swapped = swapped_of(req)
+    assert swapped is not None
+    length = swapped.length
+    [one] = world.allocator.continuations
+    world.tree.evict(EvictParams(num_tokens=one.owned if gone == "all" else setup.page))
+    if gone == "all":
+        overwrite(world)
+    assert admitted(world, req) <= setup.page + setup.pairs
+    assert not isinstance(req.last_node, Continued)
+    assert (what_is_read(world, req)[0][:length] == contents[:length]).all()
+    world.step(req)
+    world.finish(req)
     world.assert_empty()
 
 

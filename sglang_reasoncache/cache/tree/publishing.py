@@ -27,6 +27,7 @@ class Publishes(EvictsContinuations):
         If a policy may evict positions of the prompt, a running request publishes nothing.
         """
         running = not req.finished()
+        self._note_restored(req, running)
         if running and self.owner.keeps_prompt(req):
             # Policies do not evict inside a free group. ``Controller.after_prefill`` handles the last chunk.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
@@ -66,8 +67,6 @@ class Publishes(EvictsContinuations):
                 # The shorter row needs the older of the two copies, which a forward in flight may replace.
                 # SGLang itself never cuts so much that it needs that copy then.
                 end = 0
-        if isinstance(req.last_node, Restored) and running:
-            self._note_restored(req)
         if isinstance(req.last_node, Composition | Continued):
             # KV behind a document used at a new position is not exact, and the core holds exact KV only. Nor
             # does the core have the path that a continuation belongs to.
@@ -109,13 +108,20 @@ class Publishes(EvictsContinuations):
                 up_to = bound - bound % self.page_size
         return max(up_to, req.kv.cache_protected_len)
 
-    def _note_restored(self, req: Request) -> None:
+    def _note_restored(self, req: Request, running: bool) -> None:
         """Record in the host's copy of a restored row what is approximate, before publishing puts a node in
-        the place of ``Restored``."""
-        index = req.kv.req_pool_idx
-        first = self._first_approximate(req, self._host_row(req.kv))
-        if first is not None:
-            self.token_to_kv_pool_allocator.row_of(index).first_shared = first
+        the place of ``Restored``. One that was restored behind a continuation goes on as if it had computed
+        what was restored."""
+        restored = req.last_node
+        if not isinstance(restored, Restored):
+            return
+        goes_on = isinstance(restored.node, Continued)
+        if running or goes_on:
+            first = self._first_approximate(req, self._host_row(req.kv))
+            if first is not None:
+                self.token_to_kv_pool_allocator.row_of(req.kv.req_pool_idx).first_shared = first
+        if goes_on:
+            req.last_node = restored.node
 
     def _continue_with_state(self, req: Request, up_to: int, exact: int) -> LastState | None:
         """Keep what a finished request computed, up to the last position whose state SGLang has. Returns that

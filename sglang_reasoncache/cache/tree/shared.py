@@ -16,7 +16,7 @@ from sglang_reasoncache.cache.composition import (
 from sglang_reasoncache.cache.continuation import Continued
 from sglang_reasoncache.cache.repair import RepairedRow, missed
 from sglang_reasoncache.cache.states import begin_with
-from sglang_reasoncache.cache.swap import Restored, computed_length, swapped_of
+from sglang_reasoncache.cache.swap import Restored, Swapped, computed_length, swapped_of
 from sglang_reasoncache.cache.tree.base import ContinuedLock, first_shared
 from sglang_reasoncache.cache.tree.retracting import SwapsOut
 from sglang_reasoncache.compat.carriers import CONTINUED, DIGESTS, SWAPPED
@@ -47,6 +47,8 @@ class SharedRadixCache(SwapsOut):
             setattr(params.req, SWAPPED, None)
             swapped = None
         if swapped is not None and result.device_prefix_len < swapped.length:
+            with self.owner.contained_alone():
+                result = self._behind_continuation(swapped, result)
             missing = swapped.length - result.device_prefix_len
             return result._replace(
                 host_hit_length=missing,
@@ -110,15 +112,22 @@ class SharedRadixCache(SwapsOut):
         ):
             return result
         self._continuations.use(parts)
-        nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
-        return result._replace(
-            device_prefix_len=prefix.length,
-            host_hit_length=0,
-            swa_host_hit_length=0,
-            swa_branching_seqlen=None,
-            mamba_branching_seqlen=None,
-            **nodes,
-        )
+        return _ending_in(result, prefix)
+
+    def _behind_continuation(self, swapped: Swapped, result: Any) -> Any:
+        """``result``, which the core matched, or the continued prefix that the request read before it was
+        retracted, if that is longer and still cached."""
+        parts = swapped.parts
+        if (
+            not parts
+            or parts[-1].end <= result.device_prefix_len
+            or parts[-1].end >= swapped.length
+            or parts[0].node.start > result.device_prefix_len
+            or not self._continuations.has(parts)
+        ):
+            return result
+        self._continuations.use(parts)
+        return _ending_in(result, Continued(result.last_device_node, parts))
 
     def _composed(self, documents: CachedDocuments, params: Any, result: Any) -> Any:
         """``result``, which the tree matched, or a composed prefix if that is longer."""
@@ -139,8 +148,14 @@ class SharedRadixCache(SwapsOut):
         setattr(req, SWAPPED, None)
         if isinstance(prefix, Restored):
             root = self.root_node_handle(req.extra_key)
-            path = self.tree_core.collect_full_device_indices(prefix.node, root)
-            slots = torch.cat((path[: req.prefix_len - len(prefix.slots)], prefix.slots))
+            node = prefix.node
+            if isinstance(node, Continued):
+                path = self.tree_core.collect_full_device_indices(int(node), root)
+                held = node.slots(path)
+            else:
+                path = self.tree_core.collect_full_device_indices(node, root)
+                held = path[: req.prefix_len - len(prefix.slots)]
+            slots = torch.cat((held, prefix.slots))
             assert len(slots) == req.prefix_len, (len(slots), req.prefix_len)
             if self.is_swa_enabled and prefix.in_window < len(prefix.slots):
                 # The positions before the last window have no slots there.
@@ -249,6 +264,19 @@ class SharedRadixCache(SwapsOut):
         needed = self.sliding_window_size + self.page_size + in_pages
         locked = self.sliding_window_size + max(in_pages, interval + self.page_size)
         return int(needed + locked + 1)
+
+
+def _ending_in(result: Any, prefix: Continued) -> Any:
+    """SGLang's ``result`` of a match, with ``prefix`` in the place of what the core matched."""
+    nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
+    return result._replace(
+        device_prefix_len=prefix.length,
+        host_hit_length=0,
+        swa_host_hit_length=0,
+        swa_branching_seqlen=None,
+        mamba_branching_seqlen=None,
+        **nodes,
+    )
 
 
 def _digests_of(params: Any) -> dict[int, bytes] | None:
