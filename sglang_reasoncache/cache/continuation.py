@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,20 @@ class Path(NamedTuple):
     node: Any
 
 
+class Counted(NamedTuple):
+    """Pages that some leading positions of a continuation name.
+
+    Attributes:
+        owned: Number of slots of the pages that only this continuation names.
+        lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``references.py``) to them.
+        borrowed: How many references there are to borrowed pages.
+    """
+
+    owned: int
+    lent: np.ndarray
+    borrowed: int
+
+
 class Continuation:
     """KV of consecutive positions behind a path of the tree, or behind a part of another continuation.
 
@@ -43,10 +58,10 @@ class Continuation:
             memory.
         exact: Number of leading positions whose KV is exact and read where it was computed.
         head: The tokens of the first page, as bytes. No prompt with other tokens there can read any of it.
-        owned: Number of slots of the pages that only this continuation names.
-        lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``references.py``) to them.
-        borrowed: How many references it has to borrowed pages.
+        counted: What all positions name.
         pins: Number of running requests that read it or a continuation behind it.
+        pinned: Number of leading positions that these requests read. The others can be evicted.
+        counted_pinned: What these positions name.
         ending: int64 ``[n]`` on the device: with state layers, the slot in SGLang's pool of states of the state
             after the last position; with a window pool, the slots of the last window, whose peers in that pool
             are kept. None if it was evicted, or if the model has neither.
@@ -78,7 +93,9 @@ class Continuation:
         self.known = known
         self.exact = exact
         self.head = tokens[:page].tobytes()
-        self.pins = 0
+        self.pins = self.pinned = 0
+        # Number of leading positions -> how many running requests read so many.
+        self._reading: Counter[int] = Counter()
         self.children = Branches(page)
         self.ending = ending
         self.needs_ending = ending is not None
@@ -87,6 +104,7 @@ class Continuation:
         self._lent = lent
         self._borrowed = borrowed
         self.keep(len(tokens))
+        self.counted_pinned = self._count(0)
 
     def keep(self, length: int) -> None:
         """Keep only the first ``length`` tokens."""
@@ -94,13 +112,33 @@ class Continuation:
         self.slots = self.slots[:length]
         self.known = self.known[:length]
         self.exact = min(self.exact, length)
-        _, named, alone = named_pages(self.known, self._page)
+        self.counted = self._count(length)
+
+    def _count(self, length: int) -> Counted:
+        """What the first ``length`` positions name."""
+        _, named, alone = named_pages(self.known[:length], self._page)
         is_lent = np.isin(named, self._lent // self._page)
         is_borrowed = np.isin(named, self._borrowed // self._page)
         owned = np.unique(named[~is_lent & ~is_borrowed])
-        self.lent = named[is_lent]
-        self.borrowed = int(np.count_nonzero(is_borrowed))
-        self.owned = int(self._page * (len(alone) + len(owned)))
+        return Counted(
+            owned=int(self._page * (len(alone) + len(owned))),
+            lent=named[is_lent],
+            borrowed=int(np.count_nonzero(is_borrowed)),
+        )
+
+    def read(self, length: int, change: int) -> None:
+        """``change`` more running requests read the first ``length`` positions."""
+        self.pins += change
+        self._reading[length] += change
+        if not self._reading[length]:
+            del self._reading[length]
+        pinned = max(self._reading, default=0)
+        if pinned and self.needs_ending:
+            pinned = len(self)  # It is evicted as a whole.
+        if pinned != self.pinned:
+            self.pinned = pinned
+            whole = pinned == len(self)
+            self.counted_pinned = self.counted if whole else self._count(pinned)
 
     def takes(self, start: int, is_short: bool) -> bool:
         """Whether the one request that reads this one may append what it computed from ``start`` on. With a
@@ -132,6 +170,9 @@ class Continuation:
         self.known = np.concatenate((self.known, tail.known))
         self._lent = np.concatenate((self._lent, tail._lent))
         self.keep(len(self.tokens))
+        if self.needs_ending:
+            self.pinned = len(self)
+        self.counted_pinned = self._count(self.pinned)
         return passed
 
     @property
@@ -237,7 +278,8 @@ class Part(NamedTuple):
 
 class Continued(int):
     """A prefix that ends in a continuation, used where SGLang expects the id of a tree node. As an integer it
-    is the id of the node where the path of the tree ends.
+    is the id of the node that the first continuation goes on with: what the tree has behind that node is not
+    read, and so not locked.
 
     Attributes:
         parts: What follows on the path of the tree, in order. The last part is not empty.
@@ -247,8 +289,10 @@ class Continued(int):
 
     parts: tuple[Part, ...]
 
-    def __new__(cls, node: int, parts: Sequence[Part]) -> Continued:
-        made = super().__new__(cls, node)
+    def __new__(cls, parts: Sequence[Part]) -> Continued:
+        path = parts[0].node.path
+        assert path is not None, "a continued prefix begins on a path of the tree"
+        made = super().__new__(cls, path.node)
         made.parts = tuple(parts)
         return made
 

@@ -25,6 +25,7 @@ from sglang_reasoncache.cache.continuation import (
     Branches,
     Continuation,
     Continued,
+    Counted,
     Namespace,
     Part,
     Path,
@@ -69,7 +70,7 @@ class Continuations:
         self._page = page
         self.lent = LentPages()
         self.borrowed = 0
-        # Slots of continuations that are not lent: of those that no request reads, and of the others.
+        # Slots of continuations that are not lent: of the parts that no request reads, and of the others.
         self._free = self._pinned = 0
         self.evictable_endings = self.protected_endings = 0
         # Number of positions.
@@ -95,7 +96,7 @@ class Continuations:
 
     @property
     def protected(self) -> int:
-        """Number of slots of pinned continuations."""
+        """Number of slots of the parts of continuations that running requests read."""
         return self._pinned + self._page * self.lent.held[Holder.PINNED]
 
     @property
@@ -149,11 +150,16 @@ class Continuations:
                 longest = parts[-1].end
         return best
 
-    def has(self, parts: Sequence[Part]) -> bool:
-        """Whether all of ``parts``, which a request read before, are still cached, and a request that has the
-        states and windows of later positions can go on behind them."""
+    def has(self, parts: Sequence[Part], tokens: np.ndarray, exact: bool) -> bool:
+        """Whether all of ``parts``, which a request with these ``tokens`` read before, are still cached, and a
+        request that has the states and windows of later positions can go on behind them. A continuation may
+        have lost its end since, and have been extended with other tokens. ``exact``: whether only exact KV may
+        be read."""
         return all(
-            node in self._used and length <= len(node) and not node.needs_ending
+            node in self._used
+            and not node.needs_ending
+            and length <= len(node)
+            and length <= node.usable(tokens, exact)
             for node, length in parts
         )
 
@@ -249,25 +255,25 @@ class Continuations:
         if is_short and not extends:
             return False
         if parent is not None and extends:
-            owned = parent.owned
-            before = parent.lent
-            borrowed_before = parent.borrowed
+            before = parent.counted
+            pinned = parent.counted_pinned
             passed = parent.extend(made)
-            self.borrowed += parent.borrowed - borrowed_before
+            self.borrowed += parent.counted.borrowed - before.borrowed
             if release is not None:
                 release(passed)
-            self._pinned += parent.owned - owned
-            self.lent.add(_added(before, parent.lent), references, pinned=True)
+            self._free += parent.counted.owned - before.owned
+            self.lent.add(_added(before.lent, parent.counted.lent), references)
+            self._pinned_instead(pinned, parent.counted_pinned)
         else:
             if parent is None:
                 self._roots[path.namespace] = branches
                 self._on_path.setdefault(int(path.node), {})[made] = None
             branches.add(made)
             self._used[made] = None
-            self._free += made.owned
+            self._free += made.counted.owned
             self.evictable_endings += _size(ending)
-            self.borrowed += made.borrowed
-            self.lent.add(made.lent, references, pinned=False)
+            self.borrowed += made.counted.borrowed
+            self.lent.add(made.counted.lent, references)
         self._positions += len(made)
         for each in and_parents(parent):
             self._used.move_to_end(each)
@@ -294,16 +300,27 @@ class Continuations:
         return self._roots.get(node.path.namespace) or Branches(self._page)
 
     def pin(self, parts: Sequence[Part]) -> bool:
-        """Keep ``parts`` from being evicted, and their ending, for a request that reads them. Returns whether
-        there is an ending: the caller calls :meth:`unread` then, at the latest before :meth:`unpin`."""
+        """Keep ``parts`` from being evicted, and their ending, for a request that reads them. What a
+        continuation has behind its part can be evicted: the request may need the slots. Returns whether there
+        is an ending: the caller calls :meth:`unread` then, at the latest before :meth:`unpin`."""
         for node, length in parts:
             assert node in self._used and length <= len(node), "a continuation was evicted"
-            if not node.pins:
-                self._free -= node.owned
-                self._pinned += node.owned
-                self.lent.pin(node.lent, True)
-            node.pins += 1
+            self._read(node, length, 1)
         return self._read_ending(parts[-1].node, 1)
+
+    def _read(self, node: Continuation, length: int, change: int) -> None:
+        """``change`` more running requests read the first ``length`` positions of ``node``."""
+        before = node.counted_pinned
+        node.read(length, change)
+        if node.counted_pinned is not before:
+            self._pinned_instead(before, node.counted_pinned)
+
+    def _pinned_instead(self, before: Counted, now: Counted) -> None:
+        """Running requests now read other positions of a continuation."""
+        self._free -= now.owned - before.owned
+        self._pinned += now.owned - before.owned
+        self.lent.pin(before.lent, False)
+        self.lent.pin(now.lent, True)
 
     def _read_ending(self, node: Continuation, change: int) -> bool:
         """``change`` more running requests need the ending of ``node``. False if there is none."""
@@ -321,32 +338,32 @@ class Continuations:
         self._read_ending(parts[-1].node, -1)
 
     def unpin(self, parts: Sequence[Part]) -> None:
-        for node, _ in parts:
-            node.pins -= 1
-            if not node.pins:
-                self._free += node.owned
-                self._pinned -= node.owned
-                self.lent.pin(node.lent, False)
+        for node, length in parts:
+            self._read(node, length, -1)
 
     def evict(self, wanted: int, free: Free) -> int:
         """Free at least ``wanted`` slots, or all that are evictable. Returns how many. The last tokens of the
         least recently used continuation go first."""
         freed = 0
         while freed < wanted and self.evictable:
-            victims = list(
-                itertools.islice((node for node in self._used if not node.pins), _VICTIMS)
-            )
+            unread = (node for node in self._used if node.pinned < len(node))
+            victims = list(itertools.islice(unread, _VICTIMS))
             if not victims:
                 break
             for node in victims:
                 # The last that goes on with one may take it along.
-                while freed < wanted and self.evictable and node in self._used:
+                while (
+                    freed < wanted
+                    and self.evictable
+                    and node in self._used
+                    and node.pinned < len(node)
+                ):
                     freed += self._shorten(node, wanted - freed, free)
         return freed
 
     def least_evicted(self) -> int:
         """How many tokens :meth:`evict` takes at least of the next continuation. 0 if requests read all."""
-        node = next((each for each in self._used if not each.pins), None)
+        node = next((each for each in self._used if each.pinned < len(each)), None)
         return 0 if node is None else self._least_of(node)
 
     def _least_of(self, node: Continuation) -> int:
@@ -409,17 +426,15 @@ class Continuations:
 
     def _cut(self, node: Continuation, wanted: int, free: Free) -> int:
         length = len(node) if node.needs_ending else max(wanted, self._least_of(node))
-        kept = max(len(node) - length, 0) // self._page * self._page
+        kept = max(max(len(node) - length, 0) // self._page * self._page, node.pinned)
         slots = node.slots[kept:]
         known = node.known[kept:]
-        owned = node.owned
-        lent = node.lent
-        self.borrowed -= node.borrowed
+        before = node.counted
         node.keep(kept)
-        self.borrowed += node.borrowed
-        self._free -= owned - node.owned
+        self.borrowed -= before.borrowed - node.counted.borrowed
+        self._free -= before.owned - node.counted.owned
         self._positions -= len(known)
-        self.lent.remove(lent[len(node.lent) :])
+        self.lent.remove(before.lent[len(node.counted.lent) :])
         if not kept:
             self._remove(node)
         return free(slots, known, self._take_ending(node))

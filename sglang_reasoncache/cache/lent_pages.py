@@ -48,9 +48,9 @@ class LentPages:
     def __len__(self) -> int:
         return sum(self.held.values())
 
-    def add(self, pages: np.ndarray, references: Mapping[int, int], pinned: bool) -> None:
-        """A continuation names ``pages``, int64 ``[n]``, once for each occurrence. ``references``: page ->
-        number of references, if it is not 1. ``pinned``: whether a running request reads it."""
+    def add(self, pages: np.ndarray, references: Mapping[int, int]) -> None:
+        """A continuation names ``pages``, int64 ``[n]``, once for each occurrence. No running request reads them
+        yet. ``references``: page -> number of references, if it is not 1."""
         if not len(pages):
             return
         pages, counts = _counted(pages)
@@ -59,11 +59,10 @@ class LentPages:
         self._references[new] = [references.get(page, 1) for page in new.tolist()]
         with self._changing(pages):
             self._entries[pages] += counts
-            self._pinned[pages] += pinned * counts
 
     def remove(self, pages: np.ndarray) -> None:
-        """A continuation that nobody reads no longer names ``pages``, int64 ``[n]``. Its references are taken
-        away next."""
+        """A continuation no longer names ``pages``, int64 ``[n]``, where nobody reads it. Its references are
+        taken away next."""
         if not len(pages):
             return
         pages, counts = _counted(pages)
@@ -71,8 +70,8 @@ class LentPages:
             self._entries[pages] -= counts
 
     def pin(self, pages: np.ndarray, yes: bool) -> None:
-        """Running requests begin to read a continuation that names ``pages``, int64 ``[n]``, or no longer do
-        so."""
+        """Running requests begin to read the positions of a continuation that name ``pages``, int64 ``[n]``,
+        or no longer do so."""
         if not len(pages):
             return  # SGLang locks what a waiting request matched at each attempt to admit it.
         pages, counts = _counted(pages)

@@ -330,8 +330,7 @@ class GroupMachine(RuleBasedStateMachine):
         pinned = {
             number
             for node in world.allocator.continuations
-            if node.pins
-            for number in named_by(node.slots.numpy(), page)
+            for number in named_by(node.slots[: node.pinned].numpy(), page)
         }
         alone = sum(number not in pinned for number in readers)
         if page == 1:
@@ -383,6 +382,7 @@ class GroupMachine(RuleBasedStateMachine):
         there = self.world.allocator.continuations
         found: list[int] = []
         named: dict[int, list[Any]] = {}
+        read: set[int] = set()
         older: set[Any] = set()
         for node in there:
             slots = node.slots.numpy()
@@ -397,17 +397,15 @@ class GroupMachine(RuleBasedStateMachine):
             found += mine
             for number in mine:
                 named.setdefault(number, []).append(node)
+            read.update(named_by(slots[: node.pinned], world.page))
         in_rows = {
             number
             for req in self.holding()
             for number in (world.row(req)[req.kv.cache_protected_len :] // world.page).tolist()
         }
-        is_pinned = {number: any(n.pins for n in nodes) for number, nodes in named.items()}
         in_core = self._core_pages()
-        pinned = world.page * sum(yes for number, yes in is_pinned.items() if number not in in_core)
-        free = world.page * len(named.keys() - in_rows - in_core) - world.page * sum(
-            yes for number, yes in is_pinned.items() if number not in in_rows | in_core
-        )
+        pinned = world.page * len(read - in_core)
+        free = world.page * len(named.keys() - in_rows - in_core - read)
         assert (there.evictable, there.protected) == (free, pinned)
         assert there.aliased == sum(map(len, there)) - free - pinned
         lent = [set(nodes) for nodes in named.values() if len(set(nodes)) > 1]

@@ -388,6 +388,12 @@ def test_one_that_contains_another_takes_its_place(setup: Setup) -> None:
     world.assert_empty()
 
 
+def path_of(node: Continuation) -> int:
+    """SGLang's id of the node of the tree that a continuation goes on with."""
+    assert node.path is not None
+    return int(node.path.node)
+
+
 def restorable(world: World, tokens: list[int]) -> tuple[Req, np.ndarray]:
     """A request that read a continuation, decoded, and was retracted; what it read."""
     req = asked(world, tokens)
@@ -446,6 +452,36 @@ def test_what_comes_back_goes_on_with_the_continuation_that_it_read(setup: Setup
     world.assert_empty()
 
 
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_grew_again_with_other_tokens_is_not_read(setup: Setup) -> None:
+    """The continuation lost its end, and another conversation has extended it since."""
+    world = World(replace(setup, swap=1 << 20))
+    tokens = finished(world)
+    req, contents = restorable(world, tokens)
+    swapped = swapped_of(req)
+    assert swapped is not None
+    [one] = world.allocator.continuations
+    whole = one.end
+    lock = world.tree.lock(path_of(one))
+    world.tree.evict(EvictParams(num_tokens=setup.page))
+    assert one.end < whole
+    other = world.request("other", [*tokens[: one.end + setup.pairs], *range(700, 740)])
+    other.init_next_round_input(world.tree)
+    assert isinstance(other.last_node, Continued)
+    world.prefill(other)
+    other.output_ids.append(7)
+    world.finish(other)
+    assert list(world.allocator.continuations) == [one] and one.end > whole
+    world.tree.unlock(lock)
+    assert admitted(world, req) <= setup.page + setup.pairs
+    assert not isinstance(req.last_node, Continued)
+    again, _ = what_is_read(world, req)
+    assert (again[: swapped.length] == contents[: swapped.length]).all()
+    world.step(req)
+    world.finish(req)
+    world.assert_empty()
+
+
 @pytest.mark.parametrize("gone", ["all", "end"])
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_what_comes_back_after_its_continuation_went_has_slots_of_its_own(
@@ -458,7 +494,7 @@ def test_what_comes_back_after_its_continuation_went_has_slots_of_its_own(
     assert swapped is not None
     length = swapped.length
     [one] = world.allocator.continuations
-    world.tree.evict(EvictParams(num_tokens=one.owned if gone == "all" else setup.page))
+    world.tree.evict(EvictParams(num_tokens=one.counted.owned if gone == "all" else setup.page))
     if gone == "all":
         overwrite(world)
     assert admitted(world, req) <= setup.page + setup.pairs
@@ -466,6 +502,75 @@ def test_what_comes_back_after_its_continuation_went_has_slots_of_its_own(
     assert (what_is_read(world, req)[0][:length] == contents[:length]).all()
     world.step(req)
     world.finish(req)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_a_prompt_leaves_unread_makes_room_for_it(setup: Setup) -> None:
+    """A prompt repeats the first part of a long response, such as an edited history. The rest of the response is
+    no part of what it locks: prompt and rest together may be larger than the pool, and nothing else runs that
+    would ever give slots back."""
+    world = World(setup)
+    req, tokens = shared(world, written=100)
+    world.finish(req)
+    [one] = world.allocator.continuations
+    req = world.request("next", [*tokens[:40], *range(500, 590)])
+    req.sampling_params.max_new_tokens = 8
+    assert len(tokens) - 40 + len(req.origin_input_ids) > world.total
+    computed = admitted(world, req)
+    kept = 40 // setup.page * setup.page
+    assert computed == len(req.origin_input_ids) - kept
+    assert one.pinned + one.start == kept and one.end < len(tokens) - setup.page
+    assert world.allocator.continuations.protected <= one.pinned
+    world.finish(req)
+    assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_exact_kv_beside_a_continuation_makes_room_for_it(setup: Setup) -> None:
+    """The tree has more of a prompt than the path of the continuation that it reads, from a request that opted
+    out. Both together with the prompt may be larger than the pool."""
+    world = World(setup)
+    req, tokens = shared(world, written=100)
+    world.finish(req)
+    exact = world.request("exact", tokens[:48], opted_out=True)
+    world.prefill(exact)
+    exact.output_ids.append(1)
+    world.finish(exact)
+    req = world.request("next", [*tokens, *range(500, 530)])
+    req.sampling_params.max_new_tokens = 2
+    assert admitted(world, req) == len(req.origin_input_ids) - kept(setup, tokens)
+    assert isinstance(req.last_node, Continued)
+    assert world.tree.tree_core.protected_size() == FIRST
+    world.finish(req)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_several_read_parts_of_different_lengths(setup: Setup) -> None:
+    """What the longest part has stays; then what the next has."""
+    world = World(setup)
+    req, tokens = shared(world, written=80)
+    world.finish(req)
+    there = world.allocator.continuations
+    [one] = there
+    whole = there.evictable
+    locks = []
+    lengths = []
+    for count in (32, 60, 48):
+        req = world.request(f"next {count}", [*tokens[:count], 900, 901])
+        req.init_next_round_input(world.tree)
+        locks.append(world.tree.lock(req.last_node))
+        lengths.append(req.prefix_len)
+    for left in (lengths, [lengths[0], lengths[2]], lengths[:1]):
+        assert one.start + one.pinned == max(left)
+        assert there.evictable + there.protected == whole and there.evictable > 0
+        world.tree.evict(EvictParams(num_tokens=there.evictable))
+        assert one.end == max(left) and there.evictable == 0
+        whole = there.protected
+        world.tree.unlock(locks[lengths.index(max(left))])
+    assert one.pins == one.pinned == there.protected == 0
     world.assert_empty()
 
 

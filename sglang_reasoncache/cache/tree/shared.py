@@ -4,6 +4,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_reasoncache import compat
@@ -48,7 +49,7 @@ class SharedRadixCache(SwapsOut):
             swapped = None
         if swapped is not None and result.device_prefix_len < swapped.length:
             with self.owner.contained_alone():
-                result = self._behind_continuation(swapped, result)
+                result = self._behind_continuation(swapped, params, result)
             missing = swapped.length - result.device_prefix_len
             return result._replace(
                 host_hit_length=missing,
@@ -90,10 +91,7 @@ class SharedRadixCache(SwapsOut):
         )
         if not parts:
             return result
-        path = parts[0].node.path
-        assert path is not None, "a continued prefix begins on a path of the tree"
-        is_shorter = result.device_prefix_len < parts[0].node.start
-        prefix = Continued(path.node if is_shorter else result.last_device_node, parts)
+        prefix = Continued(parts)
         first = prefix.first_approximate
         if first is not None and prefix.length - usable < usable - first:
             # It would make more exact positions approximate than it saves from being computed.
@@ -114,7 +112,7 @@ class SharedRadixCache(SwapsOut):
         self._continuations.use(parts)
         return _ending_in(result, prefix)
 
-    def _behind_continuation(self, swapped: Swapped, result: Any) -> Any:
+    def _behind_continuation(self, swapped: Swapped, params: Any, result: Any) -> Any:
         """``result``, which the core matched, or the continued prefix that the request read before it was
         retracted, if that is longer and still cached."""
         parts = swapped.parts
@@ -123,11 +121,15 @@ class SharedRadixCache(SwapsOut):
             or parts[-1].end <= result.device_prefix_len
             or parts[-1].end >= swapped.length
             or parts[0].node.start > result.device_prefix_len
-            or not self._continuations.has(parts)
+            or not self._continuations.has(
+                parts,
+                np.asarray(params.key.token_ids, dtype=np.int64),
+                exact=not _may_read_approximate(params.req),
+            )
         ):
             return result
         self._continuations.use(parts)
-        return _ending_in(result, Continued(result.last_device_node, parts))
+        return _ending_in(result, Continued(parts))
 
     def _composed(self, documents: CachedDocuments, params: Any, result: Any) -> Any:
         """``result``, which the tree matched, or a composed prefix if that is longer."""
