@@ -43,8 +43,9 @@ class SharingBudget(compat.PrefillBudget):
         # Number of requests that have a row or were admitted in this pass.
         rows = tree_cache.req_to_token_pool
         self._requests = rows.size - rows.available_size()
-        # Whether the chunk of an admitted prompt was put off. Then this pass admits nothing else: SGLang would
-        # count the chunk as computed together with the admitted prompts.
+        # Whether the chunk of an admitted prompt was put off, or cut. Then this pass admits nothing else: SGLang
+        # would count the chunk as computed together with the admitted prompts, and if it cut one of these, too,
+        # it would end the scheduler.
         self._put_off = False
         # Whether slots were reclaimed in this pass.
         self._reclaimed = False
@@ -114,17 +115,27 @@ class SharingBudget(compat.PrefillBudget):
             return 0
         future = max(self.total_offset - self.current_offset, 0)
         reserved = self._promise.reserved(future, self._requests)
-        return max(min(future, pauses * steps * self._requests) - reserved, 0)
+        # SGLang has slots for two steps ahead. With speculation, a step gives a request several tokens, and
+        # the request holds the slots ahead whatever it is given.
+        ahead = compat.get_alloc_reserve_per_decode()
+        most = ahead // 2
+        decoded = min(future, pauses * steps * most * self._requests)
+        return max(decoded + (most > 1) * ahead * self._requests - reserved, 0)
 
     def prepare_load_back(
         self, *, full_tokens: int, extend_input_len: int, max_new_tokens: int, **_unused: int | None
     ) -> bool:
         """Whether there are slots for the tokens to load from the host and for the whole prompt behind them,
-        but not for output. ``full_tokens`` counts only the prompt's first chunk, which has ``extend_input_len``
-        tokens, and ``max_new_tokens`` of output."""
+        and beside other requests for what is reserved for all output. ``full_tokens`` counts only the prompt's
+        first chunk, which has ``extend_input_len`` tokens, and ``max_new_tokens`` of output."""
         later = max(self._prompt - extend_input_len, 0)
         needed = self.ceil_paged_tokens(full_tokens - max_new_tokens + later)
-        return self._reclaim(needed) or self._refuse()[0]
+        fits = True
+        if self._requests:
+            # :meth:`check_prefill` took the tokens that the host has for output, and reserved little for them.
+            left = self.remaining_total - self._promise.reserved(max_new_tokens, 1)
+            fits = needed <= left
+        return (fits and self._reclaim(needed)) or self._refuse()[0]
 
     def reserve(
         self,
@@ -169,6 +180,7 @@ class SharingBudget(compat.PrefillBudget):
             return limit
         there = self._there() // self.page_size * self.page_size
         if there > 0:
+            self._put_off = True
             return min(limit, there)
         self._put_chunk_off()
         return None

@@ -213,6 +213,15 @@ class Continuation:
         return equal // self._page * self._page
 
 
+class _Index(NamedTuple):
+    """Where continuations begin: ``starts``, int64 ``[n]``, ascending; the first token behind each, int64
+    ``[n]``; the tokens of the page there, and the continuations that have it, by digest."""
+
+    starts: np.ndarray
+    first_tokens: np.ndarray
+    entries: list[tuple[bytes, dict[bytes, list[Continuation]]]]
+
+
 class Branches:
     """The continuations of one continuation, or of all paths in a namespace. ``page``: tokens per page."""
 
@@ -220,6 +229,8 @@ class Branches:
         self._page = page
         # Start -> tokens of the first page -> digest -> continuations.
         self._by_start: dict[int, dict[bytes, dict[bytes, list[Continuation]]]] = {}
+        # See :meth:`_index_now`. None once it is out of date.
+        self._index: _Index | None = None
 
     def __bool__(self) -> bool:
         return bool(self._by_start)
@@ -231,6 +242,7 @@ class Branches:
                     yield from alike
 
     def add(self, node: Continuation) -> None:
+        self._index = None
         by_head = self._by_start.setdefault(node.start, {})
         by_head.setdefault(node.head, {}).setdefault(node.digest, []).append(node)
 
@@ -242,6 +254,7 @@ class Branches:
         if not by_digest[node.digest]:
             del by_digest[node.digest]
         if not by_digest:
+            self._index = None
             del by_head[node.head]
         if not by_head:
             del self._by_start[node.start]
@@ -256,13 +269,35 @@ class Branches:
     ) -> Iterator[tuple[int, Mapping[bytes, Sequence[Continuation]]]]:
         """Each start up to ``most``, ascending, with the continuations that have a prompt's page there, by
         digest. ``tokens``: of the whole prompt, int64 ``[n]``."""
-        starts = [
-            (start, by_digest)
-            for start, by_head in self._by_start.items()
-            if start <= most
-            and (by_digest := by_head.get(tokens[start : start + self._page].tobytes()))
-        ]
-        yield from sorted(starts, key=operator.itemgetter(0))
+        if not self._by_start:
+            return
+        index = self._index_now()
+        count = np.searchsorted(index.starts, min(most + 1, len(tokens)))
+        starts = index.starts[:count]
+        for at in np.flatnonzero(tokens[starts] == index.first_tokens[:count]).tolist():
+            head, by_digest = index.entries[at]
+            start = int(starts[at])
+            if tokens[start : start + self._page].tobytes() == head:
+                yield start, by_digest
+
+    def _index_now(self) -> _Index:
+        """All starts, so that a look-up takes no time for each of them. SGLang looks waiting requests up again
+        and again between two changes."""
+        if self._index is None:
+            entries = sorted(
+                (
+                    (start, head, by_digest)
+                    for start, by_head in self._by_start.items()
+                    for head, by_digest in by_head.items()
+                ),
+                key=operator.itemgetter(0),
+            )
+            self._index = _Index(
+                np.array([start for start, _, _ in entries], dtype=np.int64),
+                np.array([np.frombuffer(head, np.int64)[0] for _, head, _ in entries], np.int64),
+                [(head, by_digest) for _, head, by_digest in entries],
+            )
+        return self._index
 
 
 class Part(NamedTuple):

@@ -49,8 +49,8 @@ class LentPages:
         return sum(self.held.values())
 
     def add(self, pages: np.ndarray, references: Mapping[int, int]) -> None:
-        """A continuation names ``pages``, int64 ``[n]``, once for each occurrence. No running request reads them
-        yet. ``references``: page -> number of references, if it is not 1."""
+        """A continuation names ``pages``, int64 ``[n]``, once for each occurrence, and no running request reads
+        them yet. ``references``: page -> number of references, if it is not 1."""
         if not len(pages):
             return
         pages, counts = _counted(pages)

@@ -45,8 +45,10 @@ class PreallocAdmission:
         self._promised_at = -1
         # How many slots of the ledger are worth more than the reserve for output.
         self._surplus = 0
-        # How many slots the request that is checked next must have at once. None: SGLang did not say.
+        # How many slots the request that is checked next must have at once, and how many it must find. None:
+        # SGLang did not say.
         self._prompt: int | None = None
+        self._required: Callable[[], int] | None = None
         # The operator's --num-reserved-decode-tokens. None until SGLang asks first.
         self._most: int | None = None
         # How many requests SGLang has admitted in this pass.
@@ -77,9 +79,12 @@ class PreallocAdmission:
             kept = queue._active_reserved_tokens(extra_reserved_reqs=extra_reserved_reqs)
             reserved_tokens = max(kept - promise.shareable, 0)
             # SGLang reserves at least this, so that the longest running request can always finish. It is below
-            # 0 where the tokens of the other requests are more than enough.
-            least = max(queue._need_space_for_single_req(retractable_tokens), 0)
-            self._surplus = max(promise.shareable - max(kept - least, 0), 0)
+            # 0 where the tokens of the other requests are more than enough. Each slot that is shared raises it
+            # by one, because retracting the others then frees one less.
+            least = queue._need_space_for_single_req(retractable_tokens)
+            beside = retractable_tokens is not None and queue.scheduler.running_batch.reqs
+            room = -least if beside else promise.shareable
+            self._surplus = max(min(promise.shareable - kept, room), 0)
         return stock(
             queue,
             retractable_tokens=retractable_tokens,
@@ -102,8 +107,10 @@ class PreallocAdmission:
         to finish if all others are retracted."""
         self._prompt = allocated_tokens
         self._promised(queue, length=prefix_len + allocated_tokens)
-        left = _without_saved(queue, retractable_tokens)
-        return stock(queue, req, allocated_tokens, prefix_len, left)
+        self._required = lambda: stock(
+            queue, req, allocated_tokens, prefix_len, _without_saved(queue, retractable_tokens)
+        )
+        return self._required()
 
     def around_fits(
         self,
@@ -119,7 +126,9 @@ class PreallocAdmission:
         lacks: slots of the ledger count for the rest."""
         allocator = queue.token_to_kv_pool_allocator
         short = full_tokens - full_allocatable_tokens
-        prompt, self._prompt = self._prompt, None
+        prompt = self._prompt
+        required = self._required
+        self._prompt = self._required = None
         if 0 < short <= self._surplus:
             # Where windows have a pool of their own and no budget, a request takes as many slots of either
             # pool, so only what both have counts.
@@ -137,6 +146,9 @@ class PreallocAdmission:
                 allocator.reclaim_to(free + min(lacking, MOST_AT_ONCE), evicts=False)
                 freed = counted() - there
                 self._promised_at = -1
+                if required is not None:
+                    # Retracting all others frees less now.
+                    full_tokens = max(full_tokens, required())
             added = short if freed >= lacking else freed
             full_allocatable_tokens += added
             self._surplus -= min(added, self._surplus)
@@ -178,6 +190,9 @@ class PreallocAdmission:
         reserved = promise.reserved(self._most, 1)
         if not comes_back:
             reserved = max(reserved, _least_reserve(queue, self._most, self._extra, length))
+        elif not queue._active_req_count(self._extra):
+            # Nothing else will ever free a slot. A request that shared may be nearly as long as the pool.
+            reserved = min(reserved, 1)
         queue.num_reserved_decode_tokens = math.ceil(reserved)
         return promise
 
@@ -211,11 +226,19 @@ def _overlooks_windows(queue: PreallocQueue) -> bool:
 
 
 def _retracts(queue: PreallocQueue) -> bool:
-    """Whether SGLang can copy a request that it retracts. If not, it ends the request."""
+    """Whether SGLang can copy a request that it retracts. If not, it ends the request, or goes on with a wrong
+    state: with state layers and the overlap schedule, the forward in flight has taken the state one step
+    further than the tokens that SGLang keeps."""
     backup = compat.get_disagg().disaggregation_decode_retraction_backup
+    pool = queue.token_to_kv_pool_allocator.get_kvcache()
+    if (
+        isinstance(pool, compat.HybridLinearKVPool)
+        and not compat.get_schedule().disable_overlap_schedule
+    ):
+        return False
     # It makes no tensors of other pools.
     in_tensors = isinstance(
-        queue.token_to_kv_pool_allocator.get_kvcache(),
+        pool,
         compat.MHATokenToKVPool
         | compat.MLATokenToKVPool
         | compat.HybridLinearKVPool

@@ -14,7 +14,7 @@ import logging
 import os
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 from sglang_reasoncache import compat
@@ -38,7 +38,7 @@ _ranks = itertools.count(os.getpid())
 
 
 def around_generate(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
     """Hook around SGLang's ``generate_request``, which every API calls: reads our header, and prefills marked
     documents first."""
@@ -100,7 +100,7 @@ def _may_compose(obj: Any) -> bool:
 
 
 async def _behind_known(
-    original: Callable[..., AsyncIterator[Any]],
+    original: Callable[..., AsyncGenerator[Any, None]],
     manager: Any,
     obj: Any,
     request: Any,
@@ -156,7 +156,7 @@ def _known(
 
 
 async def _behind_documents(
-    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
+    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
     """Prefill the documents of ``obj``, then generate. If a document is cached already, only its last token is
     computed. Raises ValueError for wrongly marked documents. If the schedulers do not compose prompts (read
@@ -198,7 +198,7 @@ async def _behind_documents(
 
 
 async def _prefill(
-    original: Callable[..., AsyncIterator[Any]],
+    original: Callable[..., AsyncGenerator[Any, None]],
     manager: Any,
     obj: Any,
     request: Any,
@@ -222,18 +222,26 @@ async def _prefill(
         # This request generates nothing. It measures which document tokens the text behind them attends to.
         groups.append([_request(prompt, obj, custom)])
     for group in groups:
-        sent = [asyncio.ensure_future(anext(original(manager, each, request))) for each in group]
-        try:
-            answers = await asyncio.gather(*sent)
-        finally:
-            # If one failed, the others of its group are not needed.
-            for each in sent:
-                each.cancel()
-        for answer in answers:
+        for answer in await first_answers([original(manager, each, request) for each in group]):
             reason: dict[str, Any] = answer["meta_info"]["finish_reason"] or {}
             if reason.get("type") == "abort":
                 return reason
     return None
+
+
+async def first_answers(generators: Sequence[AsyncGenerator[Any, None]]) -> list[Any]:
+    """The first answer of each of SGLang's generators, which run together. If one fails, the others are not
+    needed. All are closed before this returns or raises: one that has answered holds a lock until then, and a
+    pause or an update of weights waits for the lock."""
+    sent = [asyncio.ensure_future(anext(each)) for each in generators]
+    try:
+        return await asyncio.gather(*sent)
+    finally:
+        for each in sent:
+            each.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+        closed = (each.aclose() for each in generators)
+        await asyncio.gather(*closed, return_exceptions=True)
 
 
 def _verified_length(manager: Any, obj: Any, prompt: Sequence[int]) -> int:

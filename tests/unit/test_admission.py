@@ -105,12 +105,24 @@ def test_only_output_to_come_is_discounted(
         assert stock.available_chunk_tokens(512) == made.available_chunk_tokens(512)
 
 
-def test_a_load_from_the_host_is_not_discounted() -> None:
-    """Loading KV from the host takes slots at once. What is not reserved for later output does not apply."""
+@pytest.mark.parametrize("running", [0, RUNNING])
+@pytest.mark.parametrize("host", [0, 500])
+def test_a_load_from_the_host_is_not_discounted(
+    host: int, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading KV from the host takes slots at once. Beside running requests as much is reserved for output as
+    for a request that loads nothing. If nothing runs, a prompt that fits is admitted."""
+    monkeypatch.setattr(_Rows, "available_size", staticmethod(lambda: _Rows.size - running))
 
-    def loads(tokens: int) -> bool:
-        told = dict(full_tokens=tokens + 300, extend_input_len=300, max_new_tokens=300)
-        asked: Any = budget(ahead=2.0)
-        return asked.prepare_load_back(**told, swa_host_hit_length=0, chunk_limit=None)
+    def admits(tokens: int) -> bool:
+        made = budget(ahead=50.0)
+        made.total_offset += 300 * running
+        extend = tokens - host
+        asked: dict[str, Any] = dict(extend_input_len=extend, max_new_tokens=300)
+        asked |= dict(swa_host_hit_length=0, chunk_limit=1000)
+        total = tokens + 300
+        fits, _ = made.check_prefill(**asked, total_tokens=total, input_tokens=extend)
+        return fits and (not host or made.prepare_load_back(**asked, full_tokens=total))
 
-    assert loads(FREE + EVICTABLE) and not loads(FREE + EVICTABLE + 1)
+    most = FREE + EVICTABLE - (50 * (running + 1) if running or not host else 0)
+    assert admits(most - 1) and not admits(most + 1)

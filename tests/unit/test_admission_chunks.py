@@ -12,6 +12,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.runtime_context import get_spec
 
 from sglang_reasoncache.cache import admission
 from sglang_reasoncache.filter.matcher import AcrossPair
@@ -178,6 +179,76 @@ def test_a_chunk_waits_while_no_slot_is_left() -> None:
     while not is_computed(req):
         assert not next_chunk(world, req)
     req.output_ids.append(1)
+
+
+def test_nothing_is_admitted_beside_a_chunk_that_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else SGLang may cut the prompt that it admits, too. It knows one unfinished prompt, and would end the
+    scheduler."""
+    monkeypatch.setattr(admission, "MOST_AT_ONCE", 12)
+    monkeypatch.setattr(pipeline, "_LEAST_RECLAIMED", 1)
+    world, source = siblings()
+    req = arrive(world, there(world) - 2)
+    assert first_chunk(world, req)
+    # Requests that decode between two chunks took all slots but one.
+    taken = world.allocator.alloc(world.allocator.available_size() - 1)
+    assert world.controller.pipeline.ledger.slots > 12 + CHUNK
+    adder = adder_of(world, running(world), CHUNK, ratio=0.0)
+    req.init_next_round_input()
+    assert adder.add_chunked_req(req) is req and adder.can_run_list == [req]
+    left = adder.rem_chunk_tokens
+    assert left is not None and 0 < left < 12 and req.extend_len == CHUNK - left
+    late = world.request("late", range(3000, 3000 + left + 1))
+    late.sampling_params.max_new_tokens = 1
+    late.init_next_round_input(world.tree)
+    adder.add_one_req(late, has_chunked_req=True, truncation_align_size=None)
+    assert adder.new_chunked_req is None and adder.can_run_list == [req]
+    compute(world, req)
+    world.allocator.free(taken)
+    while not is_computed(req):
+        assert not next_chunk(world, req)
+    req.output_ids.append(1)
+
+
+@pytest.mark.parametrize(("drafts", "accepted"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize(("interval", "length"), [(1, 700), (1, 1000), (3, 600), (3, 900)])
+def test_what_a_verification_accepts_between_chunks_finds_slots(
+    interval: int, length: int, drafts: int, accepted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below: a decode step of a server that speculates gives a request several tokens."""
+    schedule = SimpleNamespace(prefill_decode_interval=interval, chunked_prefill_size=CHUNK)
+    monkeypatch.setattr(admission.compat, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(admission.compat, "get_alloc_reserve_per_decode", lambda: 2 * drafts)
+    monkeypatch.setattr("tests.property.world.MAX_CONTEXT", 4096)
+    setup = Setup(page=1, block=4, slots=1200, when="short", drafts=drafts)
+    world = World(setup, max_rows=4)
+    req = world.start()
+    req.sampling_params.max_new_tokens = 1000
+    world.controller.shortage.headroom.ahead = 2.0 * drafts
+    new = world.request("new", range(5000, 5000 + length))
+    new.sampling_params.max_new_tokens = 1
+    new.init_next_round_input(world.tree)
+    adder = adder_of(world, [req], CHUNK, ratio=0.3)
+    adder.add_one_req(new, has_chunked_req=False, truncation_align_size=None)
+    # SGLang reserves 300 tokens of output.
+    between = min(interval * drafts * length // CHUNK, 300)
+    assert (adder.can_run_list == [new]) == (length + between < 1150)
+    decoded = 0
+    while adder.can_run_list and not is_computed(new) and decoded < 300:
+        compute(world, new)
+        for _ in range(interval):
+            assert world.can_decode([req]), "SGLang would end the request"
+            world.draft([req])
+            world.write(world.accept(req, accepted), [7] * accepted)
+            req.output_ids.extend([7] * accepted)
+            decoded += accepted
+        new.init_next_round_input()
+        adder = adder_of(world, [req], CHUNK, ratio=0.3)
+        adder.add_chunked_req(new)
+        assert adder.can_run_list == [new], "the chunk was put off"
+    with get_spec().override(speculative_algorithm="NGRAM"):
+        for each in (new, req):
+            if each.kv.holds_kv:
+                world.abort(each)
 
 
 @pytest.mark.parametrize("mixed", [True, False])

@@ -507,9 +507,9 @@ def test_what_comes_back_after_its_continuation_went_has_slots_of_its_own(
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_what_a_prompt_leaves_unread_makes_room_for_it(setup: Setup) -> None:
-    """A prompt repeats the first part of a long response, such as an edited history. The rest of the response is
-    no part of what it locks: prompt and rest together may be larger than the pool, and nothing else runs that
-    would ever give slots back."""
+    """A prompt repeats the first part of a long response, such as an edited history, and locks only that part:
+    prompt and response together may be larger than the pool, and nothing else runs that would ever give slots
+    back."""
     world = World(setup)
     req, tokens = shared(world, written=100)
     world.finish(req)

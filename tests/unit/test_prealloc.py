@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.runtime_context import get_context
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.cache.handover import Handover
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED
+from sglang_reasoncache.plugin import disaggregation
 from tests.property.test_disaggregation import BACKUP, PDWorld, Queue
 from tests.property.world import Pair, Setup
 
@@ -74,6 +78,63 @@ def test_running_requests_share_as_much_as_a_prompt_lacks(running: int) -> None:
     assert admits(queue, free + 2) and queue.reclaimed == 1
     assert allocator.free_size() >= free + 2
     assert not admits(queue, free + 100)
+
+
+def comes_back(queue: Queue, req: Req) -> bool:
+    """Whether the queue admits a retracted request again, by SGLang's steps."""
+    queue.retracted_queue = [req]
+    budget = queue._allocatable_token_budgets(count_retracted=False)
+    needed, _ = queue._prealloc_required_tokens(req)
+    return queue._prealloc_reservation_fits(
+        needed, 0, full_allocatable_tokens=budget, swa_allocatable_tokens=None
+    )
+
+
+def test_a_request_nearly_as_long_as_the_pool_comes_back_once_nothing_runs() -> None:
+    """While it shared it took fewer slots. SGLang admits nobody else before it, and learns nothing more."""
+    queue = queue_of(2, slots=120)
+    queue.num_reserved_decode_tokens = 40
+    queue.queue.clear()
+    req, other = queue.scheduler.running_batch.reqs
+    queue.world.finish(req)
+    queue.scheduler.running_batch.reqs = [other]
+    req.output_ids.extend(range(100, 100 + 118 - req.seqlen))
+    assert not comes_back(queue, req), "beside another the reserve is kept"
+    queue.world.finish(other)
+    queue.scheduler.running_batch.reqs = []
+    assert queue.world.allocator.free_size() == 120
+    assert comes_back(queue, req)
+    req.output_ids.extend([7, 7, 7])
+    assert not comes_back(queue, req), "the pool is smaller"
+
+
+def test_what_sharing_takes_from_the_last_request_is_not_given_away() -> None:
+    """SGLang keeps slots for the longest request to finish if all others are retracted. The more they share,
+    the fewer slots their retraction frees."""
+    queue = queue_of(3, slots=180)
+    longest = queue.scheduler.running_batch.reqs[0]
+    held = sum(req.seqlen for req in queue.scheduler.running_batch.reqs)
+    longest.sampling_params.max_new_tokens = held + 20
+    least = queue._need_space_for_single_req(held)
+    assert least == 26 > queue.world.controller.promise().shareable
+    there = queue.world.allocator.free_size()
+    assert admits(queue, there - least - RESERVE)
+    assert not admits(queue, there - least - RESERVE + 1) and not queue.reclaimed
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_states_in_flight_are_not_retracted_more_often(
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the overlap schedule SGLang copies a state that is one step ahead of the request's tokens, and goes
+    on with it: its own large reserve makes that rarer."""
+    queue = queue_of(1, slots=60)
+    monkeypatch.setattr(queue.token_to_kv_pool_allocator, "get_kvcache", lambda: hybrid)
+    hybrid = compat.HybridLinearKVPool.__new__(compat.HybridLinearKVPool)
+    schedule = SimpleNamespace(disable_overlap_schedule=not overlaps)
+    monkeypatch.setattr(disaggregation.compat, "get_schedule", lambda: schedule)
+    promise = queue.admission._promise_now(queue)
+    assert (promise is NOTHING_PROMISED) == overlaps
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 """Tests by which values a client opts out of sharing, and that wrong values are refused. Also tests which
 tokens mark the start and end of reasoning (such as ``<think>``) for SGLang's reasoning parsers."""
 
+import asyncio
+import gc
 import logging
 import re
 from array import array
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.aio_rwlock import RWLock
 from transformers import AutoTokenizer
 
 from eval.tiny_reasoner import CHECKPOINT
@@ -61,6 +65,39 @@ def test_messages_beside_an_image_are_not_documents() -> None:
     request = SimpleNamespace(messages=[None] * 3)
     with pytest.raises(ValueError, match="cannot be marked beside images"):
         documents.after_chat((adapted, None), None, request)
+
+
+@pytest.mark.parametrize("ends", ["failure", "abort", "well"])
+def test_prefills_of_documents_leave_no_lock(ends: str) -> None:
+    """Each holds SGLang's lock against updates of weights until its generator is closed."""
+
+    async def run() -> int:
+        lock = RWLock()
+        ready = asyncio.Event()
+
+        async def prefill(number: int) -> AsyncGenerator[int, None]:
+            async with lock.reader_lock:
+                if number == 2 and ends != "well":
+                    await ready.wait()
+                    raise ValueError("the client left")
+                yield number
+
+        prefills = asyncio.ensure_future(documents.first_answers([prefill(n) for n in range(3)]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if ends == "abort":
+            prefills.cancel()
+        ready.set()
+        result = await asyncio.gather(prefills, return_exceptions=True)
+        expected = {"failure": ValueError, "abort": asyncio.CancelledError, "well": list}
+        assert isinstance(result[0], expected[ends])
+        return lock._readers
+
+    gc.disable()
+    try:
+        assert asyncio.run(run()) == 0
+    finally:
+        gc.enable()
 
 
 def test_a_server_without_the_plugin_takes_any_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -361,7 +361,9 @@ def test_a_thousand_turns_are_evicted_at_once() -> None:
     tokens = list[int]()
     for turn in range(1200):
         tokens += [turn] * 16
-        prefix = None if parent is None else Continued(0, [Part(parent, 16)])
+        first = next(reversed(list(there)), None)
+        parts = [Part(each, 16) for each in (first, parent) if each is not None]
+        prefix = Continued(parts) if parts else None
         kept = there.add(
             RadixKey(tokens), prefix, 0, 16 * turn, slots, np.zeros(16, dtype=np.int64), 0,
             np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), {}, torch.tensor([turn]),
