@@ -43,9 +43,9 @@ class SharingBudget(compat.PrefillBudget):
         # Number of requests that have a row or were admitted in this pass.
         rows = tree_cache.req_to_token_pool
         self._requests = rows.size - rows.available_size()
-        # Whether the chunk of an admitted prompt was put off, or cut. Then this pass admits nothing else: SGLang
-        # would count the chunk as computed together with the admitted prompts, and if it cut one of these, too,
-        # it would end the scheduler.
+        # Whether the chunk of an admitted prompt was put off, or cut. Then this pass admits nothing else:
+        # SGLang would count the chunk as computed together with the admitted prompts, and if it cut one of
+        # these, too, it would end the scheduler.
         self._put_off = False
         # Whether slots were reclaimed in this pass.
         self._reclaimed = False

@@ -13,7 +13,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 def free_host_memory(cgroup: Path = _CGROUP) -> int:
     """Bytes of host memory that are free, or fewer, if the limit of a container leaves less. What the kernel
-    keeps of files that were read, such as a checkpoint, counts as free: it is given back when memory is needed."""
+    keeps of files that were read, such as a checkpoint, counts as free, because the kernel gives it back."""
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))

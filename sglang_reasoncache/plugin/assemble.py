@@ -52,6 +52,7 @@ def assemble(
     metrics: SharingMetrics | None = None,
     documents_off: str | None = None,
     dp_rank: int = 0,
+    hides_ids: bool = False,
     interval: int = INTERVAL,
     ahead: float = LEAST,
 ) -> Controller:
@@ -71,6 +72,7 @@ def assemble(
         markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
+        hides_ids: See ``Report``.
         interval: Decode steps between two polls.
         ahead: See ``Controller``.
     """
@@ -116,6 +118,7 @@ def assemble(
         uncorrected=resolved.uncorrected,
         documents_off=documents_off,
         dp_rank=dp_rank,
+        hides_ids=hides_ids,
     )
     controller = Controller(
         config=config,

@@ -225,16 +225,20 @@ def _overlooks_windows(queue: PreallocQueue) -> bool:
     )
 
 
+def states_run_ahead(pool: Any) -> bool:
+    """Whether SGLang copies wrong states when it retracts requests on the decode server of a PD pair: with
+    state layers and the overlap schedule, the forward in flight takes a state one token further than the tokens
+    that SGLang keeps. It feeds that token again."""
+    has_states = isinstance(pool, compat.HybridLinearKVPool)
+    return has_states and not compat.get_schedule().disable_overlap_schedule
+
+
 def _retracts(queue: PreallocQueue) -> bool:
     """Whether SGLang can copy a request that it retracts. If not, it ends the request, or goes on with a wrong
-    state: with state layers and the overlap schedule, the forward in flight has taken the state one step
-    further than the tokens that SGLang keeps."""
+    state (:func:`states_run_ahead`)."""
     backup = compat.get_disagg().disaggregation_decode_retraction_backup
     pool = queue.token_to_kv_pool_allocator.get_kvcache()
-    if (
-        isinstance(pool, compat.HybridLinearKVPool)
-        and not compat.get_schedule().disable_overlap_schedule
-    ):
+    if states_run_ahead(pool):
         return False
     # It makes no tensors of other pools.
     in_tensors = isinstance(

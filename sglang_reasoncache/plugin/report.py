@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports to operators: ``GET /reasoncache``, a part of SGLang's decode log line, Prometheus series."""
 
+import hashlib
+import os
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -119,6 +121,8 @@ class Report:
         recent: The last finished requests, oldest first.
         kept: The newest ``keep_responses`` finished requests, each with the first token ids of its output.
         dp_rank: Index of the scheduler's data-parallel replica, or of the scheduler's DP-attention group.
+        hides_ids: Whether a response's record names other responses, which other clients may have asked for, by
+            digests of their ids.
     """
 
     config: ReasonCacheConfig
@@ -136,9 +140,11 @@ class Report:
     disabled: str | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
     dp_rank: int = 0
+    hides_ids: bool = False
     kept: deque[tuple[dict[str, Any], "array[int]"]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._key = os.urandom(32)
         self.kept = deque(maxlen=self.config.keep_responses)
 
     @property
@@ -189,7 +195,7 @@ class Report:
         read or hold others' KV, in ``meta_info`` under :data:`OPT_OUT_KEY`; see docs/rollouts.md."""
         said = len(req.output_ids_through_stop)
         if said and asked_by(req).record:
-            entry = _to_send(req, record)
+            entry = self._to_send(req, record)
             # SGLang sends one entry for each output token, the last with the end of the response.
             mine = {OPT_OUT_KEY: [*[None] * (said - 1), entry]}
             req.customized_info = {**(req.customized_info or {}), **mine}
@@ -199,7 +205,22 @@ class Report:
         has no output."""
         if not req.output_ids or not asked_by(req).record:
             return None
-        return _to_send(req, record_of(req))
+        return self._to_send(req, record_of(req))
+
+    def _to_send(self, req: Request, record: RequestRecord | None) -> dict[str, Any]:
+        entry = {
+            "continued": getattr(req, CONTINUED, None),
+            **_what_was_read(record or RequestRecord(), None),
+        }
+        if self.hides_ids:
+            entry["sources"] = [self._name(rid) for rid in entry["sources"]]
+            entry["id"] = self._name(req.rid[:MOST_OF_ID])
+        return entry
+
+    def _name(self, rid: str) -> str:
+        """A name for ``rid`` that does not tell it."""
+        text = rid.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(text, key=self._key, digest_size=16).hexdigest()
 
     def response(self, rid: str) -> dict[str, Any] | None:
         """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None. Of requests with
@@ -286,13 +307,6 @@ class Report:
         evicted = self.eviction.positions_now
         shareable = self.pipeline.ledger.slots
         return f"#shared token: {shared}, #shareable token: {shareable}, #evicted token: {evicted}"
-
-
-def _to_send(req: Request, record: RequestRecord | None) -> dict[str, Any]:
-    return {
-        "continued": getattr(req, CONTINUED, None),
-        **_what_was_read(record or RequestRecord(), None),
-    }
 
 
 def _what_became_of_blocks(record: RequestRecord) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.assemble import assemble, room_of
 from sglang_reasoncache.plugin.controller import Controller
-from sglang_reasoncache.plugin.disaggregation import PreallocAdmission
+from sglang_reasoncache.plugin.disaggregation import PreallocAdmission, states_run_ahead
 from sglang_reasoncache.plugin.report import SharingMetrics
 from sglang_reasoncache.plugin.tokenizer import (
     markers_of,
@@ -252,6 +252,11 @@ class ServerParts:
         """What the decode server of a PD pair has for KV that it does not compute. None on other servers."""
         if not _decodes_only(args):
             return None
+        if states_run_ahead(self.allocator.get_kvcache()):
+            logger.warning(
+                "reasoncache: SGLang goes on with a wrong state after a retraction, as the step in flight has "
+                "taken it one token further; --disable-overlap-schedule avoids that"
+            )
         backup = compat.get_disagg().disaggregation_decode_retraction_backup
         room = size = 0
         if backup == "host_pool":
@@ -369,6 +374,7 @@ class ServerParts:
             metrics=metrics_of(context),
             documents_off=documents_off,
             dp_rank=dp_rank(),
+            hides_ids=bool(args.admin_api_key),
             ahead=compat.get_alloc_reserve_per_decode(),
         )
         logger.info(
@@ -482,6 +488,11 @@ def _needs_more_than_kv(
         "layers with a sliding window have a pool of their own": tree.is_swa_enabled
         and not keeps_endings,
         "a policy evicts positions": bool(config.policies.evictors),
+        "with --enable-linear-replayssm-spec states lag behind the tokens": (
+            tree.is_mamba_enabled
+            and not tree.enable_mamba_extra_buffer
+            and tree.req_to_token_pool.mamba_pool.replayssm_spec_write_pos is not None
+        ),
     }
     return _first(reasons)
 

@@ -186,7 +186,7 @@ def test_nothing_is_admitted_beside_a_chunk_that_was_cut(monkeypatch: pytest.Mon
     scheduler."""
     monkeypatch.setattr(admission, "MOST_AT_ONCE", 12)
     monkeypatch.setattr(pipeline, "_LEAST_RECLAIMED", 1)
-    world, source = siblings()
+    world, _ = siblings()
     req = arrive(world, there(world) - 2)
     assert first_chunk(world, req)
     # Requests that decode between two chunks took all slots but one.

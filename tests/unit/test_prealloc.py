@@ -129,8 +129,8 @@ def test_states_in_flight_are_not_retracted_more_often(
     """With the overlap schedule SGLang copies a state that is one step ahead of the request's tokens, and goes
     on with it: its own large reserve makes that rarer."""
     queue = queue_of(1, slots=60)
-    monkeypatch.setattr(queue.token_to_kv_pool_allocator, "get_kvcache", lambda: hybrid)
     hybrid = compat.HybridLinearKVPool.__new__(compat.HybridLinearKVPool)
+    monkeypatch.setattr(queue.token_to_kv_pool_allocator, "get_kvcache", lambda: hybrid)
     schedule = SimpleNamespace(disable_overlap_schedule=not overlaps)
     monkeypatch.setattr(disaggregation.compat, "get_schedule", lambda: schedule)
     promise = queue.admission._promise_now(queue)

@@ -132,6 +132,28 @@ def test_of_responses_with_one_id_the_newest_is_told(world: World) -> None:
     assert told.response("r") == {"rid": "r", "output_ids": [1]}
 
 
+def test_records_name_others_by_digests_where_ids_are_secret(world: World) -> None:
+    """Responses to one prompt may be other clients', and an id may name a user."""
+    told = world.controller.report
+    req = world.start("mine")
+    req.sampling_params.custom_params = {"reasoncache": {"record": True}}
+    blocks = [
+        Candidate((Run(20, at, 4),), weakref.ref(req), name) for at, name in ((4, "a"), (8, "b"))
+    ]
+    record = RequestRecord(redirected=blocks)
+    plain = told._to_send(req, record)
+    assert plain["sources"] == ["a", "b"] and "id" not in plain
+    told.hides_ids = True
+    hidden = told._to_send(req, record)
+    other = world.start("a", first=500)
+    name = told._to_send(other, None)["id"]
+    assert hidden["sources"][0] == name != hidden["sources"][1]
+    assert len(name) == 32 and len({*hidden["sources"], hidden["id"]}) == 3
+    assert {**hidden, "sources": ["a", "b"]} == {**plain, "id": hidden["id"]}
+    for each in (req, other):
+        world.abort(each)
+
+
 def test_parts_of_a_response() -> None:
     """The text is cut where a run of sharing blocks, or its source, begins or ends. No part of it is lost."""
     text = "what repeats, and so what repeats, ends"

@@ -438,17 +438,21 @@ def test_what_comes_back_was_not_computed_again() -> None:
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_state_that_a_verification_took_further_is_not_copied(
-    buffers: bool, speculates: bool, overlaps: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("lags", [False, True])
+def test_a_state_of_other_tokens_is_not_copied(
+    buffers: bool, speculates: bool, overlaps: bool, lags: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under the overlap schedule the accepted tokens are known when the next step is under way."""
+    """Under the overlap schedule the accepted tokens are known when the next step is under way. With
+    ``--enable-linear-replayssm-spec`` a ring holds the newest tokens, and the state lacks them."""
+    ring = torch.zeros(1) if lags else None
+    states = SimpleNamespace(replayssm_spec_write_pos=ring)
     tree: Any = SimpleNamespace(
         is_mamba_enabled=True,
         enable_mamba_extra_buffer=buffers,
         is_swa_enabled=False,
         cache_controller=None,
         least_window_pool=0,
-        req_to_token_pool=None,
+        req_to_token_pool=SimpleNamespace(mamba_pool=states),
     )
     parts: Any = SimpleNamespace(_draft_pools=[], _cached=None, _reads_as_cached=lambda _: None)
     algorithm = "NGRAM" if speculates else None
@@ -457,4 +461,6 @@ def test_a_state_that_a_verification_took_further_is_not_copied(
     with get_context().override_server_args(disable_overlap_schedule=not overlaps):
         swap = ServerParts._swap(parts, tree, resolved, args)
     ahead = speculates and overlaps and not buffers
-    assert (swap is None) == ahead == ("further than the tokens that are known" in caplog.text)
+    assert ahead == ("further than the tokens that are known" in caplog.text)
+    assert (lags and not buffers and not ahead) == ("states lag behind the tokens" in caplog.text)
+    assert (swap is None) == (ahead or (lags and not buffers))
