@@ -72,6 +72,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.radix_cache": ["RadixKey"],
     "mem_cache.unified_cache.components": ["ComponentType"],
     "managers.schedule_batch": ["FINISH_ABORT"],
+    "managers.schedule_policy": ["CLIP_MAX_NEW_TOKENS"],
     "managers.io_struct": [
         "AbortReq",
         "GenerateReqInput",
@@ -137,11 +138,17 @@ HOOK_TARGETS: dict[str, str] = {
     "pause": "sglang.srt.managers.scheduler.Scheduler.pause_generation",
     # What SGLang answers for a request that is aborted while it waits.
     "make_abort": "sglang.srt.managers.scheduler._make_abort_req",
-    # Every way to load new weights into the served model ends in the first, whether a draft model's follow and
-    # whether the cache is flushed, or in the second.
-    "weights_loaded": _COMPONENTS
-    + "weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
-    "weights_ended": _COMPONENTS + "weight_updater.SchedulerWeightUpdaterManager.end_weight_update",
+    # Every way to load new weights. Not what SGLang calls at their end: it does so on ranks that succeeded.
+    **{
+        f"weights_{name}": f"{_COMPONENTS}weight_updater.SchedulerWeightUpdaterManager.{method}"
+        for name, method in {
+            "from_disk": "update_weights_from_disk",
+            "from_distributed": "update_weights_from_distributed",
+            "from_tensor": "update_weights_from_tensor",
+            "from_ipc": "update_weights_from_ipc",
+            "ended": "end_weight_update",
+        }.items()
+    },
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",
     "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",

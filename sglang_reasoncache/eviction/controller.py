@@ -22,6 +22,7 @@ from sglang_reasoncache.eviction.row_state import (
     EvictionStats,
     RowState,
     Totals,
+    check_shape,
     written_positions,
 )
 
@@ -81,6 +82,7 @@ class EvictionController:
         state: RowState,
         written: int | None = None,
         decide: bool = True,
+        begin: bool = True,
     ) -> None:
         """Evict again the positions that were evicted before a retraction, then those that policies choose now.
 
@@ -89,6 +91,7 @@ class EvictionController:
             state: The request's state, in which this method records what was evicted.
             written: Number of positions whose KV is written; None means :func:`written_positions`.
             decide: Whether to ask the policies.
+            begin: Whether they may begin to decide, or only carry out what they decided before.
         """
         if written is None:
             written = written_positions(req)
@@ -97,13 +100,14 @@ class EvictionController:
             self._evict_again(req, state, written)
         for name, policy in self._evictors if decide else ():
             decision = state.decisions.pop(name, None)
-            if decision is None and policy.when == ALWAYS:
+            if decision is None and begin and policy.when == ALWAYS:
                 decision = self._decided(name, policy, req, state, written)
             if decision is None:
                 if policy.accumulates:
                     self._count_queries(name, policy, req, state, written)
             elif decision.is_immediate or self._ranks.least(decision.ready()):
-                self._apply(req, state, decision.positions(self._ranks), written)
+                most = self._excess(policy, req, state, written)
+                self._apply(req, state, decision.positions(self._ranks, most), written)
             else:
                 state.decisions[name] = decision
 
@@ -154,12 +158,23 @@ class EvictionController:
         state.next_eviction[name] = written + policy.slack
         view = self._view(policy, req, state, written)
         excess = policy.excess(view, slots)
-        candidates = policy.candidates(view)
+        candidates = np.unique(policy.candidates(view))
         if excess <= 0 or not len(candidates):
             return None
+        if not np.isin(candidates, view.candidates()).all():
+            # Slots of the prefix tree would be freed, or the newest one, behind which SGLang writes.
+            raise ValueError(
+                f"policy {name}: candidates() returned positions that view.candidates() does not have"
+            )
         self._stats.eviction_decisions += 1
         scores = self._scores(name, policy, req, state, view)
         return Decision(view, candidates, scores, excess if most is None else min(excess, most))
+
+    def _excess(self, policy: Evictor, req: Request, state: RowState, written: int) -> int:
+        """How many of the request's slots are beyond a policy's budget now."""
+        row = self._row(req)
+        view = self._view(policy, req, state, written)
+        return policy.excess(view, written - row.evicted - row.saved)
 
     def _count_queries(
         self, name: str, policy: Evictor, req: Request, state: RowState, written: int
@@ -210,6 +225,7 @@ class EvictionController:
             earlier = earlier[at]
         seen_by_now = dataclasses.replace(view, layers=layers, earlier=earlier, seen=seen)
         scores = policy.scores(seen_by_now)
+        check_shape(scores, view)
         all_ = scores.new_zeros(view.written).index_put((at,), scores)
         state.totals[name] = Totals(all_, view.written)
         return scores

@@ -84,13 +84,19 @@ class HeldLayer:
         end = self._written + 1 if end is None else end
         return recent.read(self._number, self._row, first, end)
 
-    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
+    def weights(
+        self, first: int, end: int | None = None, newest: int | None = None
+    ) -> torch.Tensor:
         assert self._source.queries is not None, "kept where a policy reads queries"
         shape = self._source.queries.layers[self._number]
         keys = self.used().transpose(0, 1)
         total = keys.new_zeros((shape.heads, keys.shape[1]))
         at_once = max(1, _LOGITS // max(1, total.numel()))
-        for some in zip(*(part.split(at_once) for part in self.queries(first, end)), strict=True):
+        *newest_queries, all_kept = self.queries(first, end)
+        if newest is not None:
+            all_kept = all_kept & (all_kept.flip(0).cumsum(0).flip(0) <= newest)
+        parts = (*newest_queries, all_kept)
+        for some in zip(*(part.split(at_once) for part in parts), strict=True):
             queries, positions, kept = some
             grouped = queries.unflatten(1, (len(keys), -1)) * shape.scale
             logits = torch.einsum("qkgd,khd->qkgh", grouped, keys).flatten(1, 2)

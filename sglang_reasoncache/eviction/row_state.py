@@ -44,11 +44,15 @@ class Decision(Download):
         candidates: Positions that may be evicted: int64 ``[n]``, ascending, at least one.
         scores: This rank's scores: float ``[held]`` on the device where they were computed.
         count: Number of slots to free, above 0.
+
+    Raises:
+        ValueError: ``scores`` have another shape. On a GPU the wrong index would end the scheduler.
     """
 
     def __init__(
         self, view: View, candidates: np.ndarray, scores: torch.Tensor, count: int
     ) -> None:
+        check_shape(scores, view)
         at = np.searchsorted(view.held, candidates)
         super().__init__(scores[upload(at, scores.device)].double())
         self._candidates = candidates
@@ -57,13 +61,25 @@ class Decision(Download):
         self._page = view.page
         self._count = count
 
-    def positions(self, ranks: Ranks) -> np.ndarray:
+    def positions(self, ranks: Ranks, most: int | None = None) -> np.ndarray:
         """The chosen positions: int64 ``[n]``, ascending, the same on all ranks. All ranks call this together.
-        On a GPU this waits for the scores unless they are :meth:`ready`."""
+        On a GPU this waits for the scores unless they are :meth:`ready`. ``most``: how many slots to free at
+        most. Since the policy decided, another one may have evicted, or blocks may have shared."""
         [sums] = self.wait()
         ranks.add(sums)
-        chosen = lowest(sums.numpy(), self._first, self._worth, self._page, self._count)
+        count = self._count if most is None else min(self._count, most)
+        if count <= 0:
+            return self._candidates[:0]
+        chosen = lowest(sums.numpy(), self._first, self._worth, self._page, count)
         return self._candidates[chosen]
+
+
+def check_shape(scores: torch.Tensor, view: View) -> None:
+    """Raise ValueError unless a policy gave one score for each held position."""
+    if scores.shape != view.held.shape:
+        raise ValueError(
+            f"a policy's scores need the shape {view.held.shape}, got {tuple(scores.shape)}"
+        )
 
 
 class Totals(NamedTuple):

@@ -26,7 +26,9 @@ _GAP = 32
 #: Prompts are alike if this many first tokens are equal. Only alike prompts have the same base.
 _HEAD = 8
 _MOST_BASE = 1 << 14
-_MOST_HEADS = 256
+#: Tokens of all bases, and how many bases are kept.
+_MOST_IN_BASES = 1 << 20
+_MOST_BASES = 1 << 16
 #: Tokens of all texts in the index, and texts that are looked up for one hash.
 _MOST_TOKENS = 1 << 20
 _MOST_PLACES = 4
@@ -115,6 +117,7 @@ class DocumentFinder:
         self._index: dict[int, list[_Text]] = {}
         # Tenant and first tokens -> the tokens with which all these prompts begin.
         self._bases: OrderedDict[tuple[bytes, bytes], np.ndarray] = OrderedDict()
+        self._in_bases = 0
         # How many tokens may still be compared for the prompt at hand.
         self._may_compare = 0
         # Secret, so that no client can choose windows of equal hash.
@@ -159,9 +162,11 @@ class DocumentFinder:
         base = _equal(tokens, tokens[:_MOST_BASE] if known is None else known)
         if known is None or base < len(known):
             self._bases[name] = tokens[:base].copy()
+            self._in_bases += base - (0 if known is None else len(known))
         self._bases.move_to_end(name)
-        if len(self._bases) > _MOST_HEADS:
-            self._bases.popitem(last=False)
+        while self._in_bases > _MOST_IN_BASES or len(self._bases) > _MOST_BASES:
+            _, dropped = self._bases.popitem(last=False)
+            self._in_bases -= len(dropped)
         return (len(tokens), True) if known is None else (base, False)
 
     def _prefix_hashes(self, tokens: np.ndarray) -> np.ndarray:

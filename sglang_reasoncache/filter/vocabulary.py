@@ -70,13 +70,13 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     for route in (_by_bytes, _by_library, _by_context):
         try:
             vocabulary = Vocabulary(route(tokenizer, size))
+            wrong_texts, wrong_others = (
+                sum(_comparable(vocabulary.text(ids)) != text for ids, text in sequences)
+                for sequences in (texts, others)
+            )
         except Exception as error:
             logger.debug("reasoncache: %s of %s: %s", route.__name__, kind, error)
             continue
-        wrong_texts, wrong_others = (
-            sum(_comparable(vocabulary.text(ids)) != text for ids, text in sequences)
-            for sequences in (texts, others)
-        )
         # The sample texts count first, because no model writes ids in random order.
         readings.append(((wrong_texts, wrong_texts + wrong_others), route.__name__, vocabulary))
         if not wrong_texts + wrong_others:

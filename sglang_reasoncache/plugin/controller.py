@@ -165,7 +165,7 @@ class Controller:
         """Called when a chunk of a prompt was computed. Lets policies evict positions if :meth:`keeps_prompt`
         is true. ``written``: number of positions of ``req`` whose KV is written."""
         if self.report.disabled is None:
-            self.containment.together(self._poll_prompts, (req,), (written,))
+            self.containment.together(self._poll_prompts, (req,), (written,), True)
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
@@ -347,11 +347,16 @@ class Controller:
             self.containment.together(self._poll_prompts, reqs, written)
         return self.report.slots_saved - before
 
-    def _poll_prompts(self, reqs: Sequence[Request], written: Iterable[int]) -> None:
+    def _poll_prompts(
+        self, reqs: Sequence[Request], written: Iterable[int], chunk: bool = False
+    ) -> None:
         start = time.perf_counter()
         for req, positions in zip(reqs, written, strict=True):
             if is_running(req) and self.keeps_prompt(req):
-                self._evict(req, self.records.born(req), self.eviction.poll, positions)
+                # Between two chunks :meth:`after_chunk` decides: the next one overwrites newest queries.
+                begin = chunk or positions >= len(req.full_untruncated_fill_ids)
+                record = self.records.born(req)
+                self._evict(req, record, self.eviction.poll, positions, True, begin)
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _evict(

@@ -17,6 +17,8 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
+from fastapi import HTTPException
+
 from sglang_reasoncache import compat
 from sglang_reasoncache import custom_params as marks
 from sglang_reasoncache.compat.carriers import COMPOSES, FINDER
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 _TOGETHER = 16
 #: Prefills of a request with a longer id have ids of their own: each of up to 256 prefills would send it.
 _LONGEST_ID = 256
+#: What SGLang says of a request that its queue has no room for.
+_FULL = "The request queue is full."
 #: Sampling parameters that hold a grammar.
 _GRAMMARS = "json_schema", "regex", "ebnf", "structural_tag"
 #: Processes that serve HTTP begin at different replicas.
@@ -57,7 +61,7 @@ def around_generate(
         return original(manager, obj, request)
     if marked:
         return _behind_documents(original, manager, obj, request)
-    if config.documents == "auto" and _may_compose(obj):
+    if config.documents == "auto" and _may_compose(manager, obj):
         return _behind_known(original, manager, obj, request, config)
     return original(manager, obj, request)
 
@@ -72,10 +76,18 @@ def _has_beams(params: dict[str, Any]) -> bool:
     return params.get("beam_width") not in (None, 1)
 
 
-def _may_compose(obj: Any) -> bool:
+def _settled(manager: Any, params: Any) -> Any:
+    """``params`` of a request behind those that the operator prefers, as SGLang settles them: the request's
+    ``custom_params`` replace the operator's as a whole."""
+    if not isinstance(params, dict | None):
+        return params
+    return {**(manager.preferred_sampling_params or {}), **(params or {})}
+
+
+def _may_compose(manager: Any, obj: Any) -> bool:
     """Whether a request that marks no documents may read some: it has a single prompt without media, and asks
     for output, not for figures of its prompt. A prompt's log-probabilities are asked for separately."""
-    params = obj.sampling_params or {}
+    params = _settled(manager, obj.sampling_params)
     ids = obj.input_ids
     if ids is None:
         single = isinstance(obj.text, str)
@@ -126,8 +138,11 @@ async def _behind_known(
         async for response in original(manager, obj, request):
             yield response
         return
-    params = obj.sampling_params or {}
-    obj.sampling_params = {**params, "custom_params": {**_custom(params), marks.KEY: spans}}
+    custom = _custom(_settled(manager, obj.sampling_params))
+    obj.sampling_params = {
+        **(obj.sampling_params or {}),
+        "custom_params": {**custom, marks.KEY: spans},
+    }
     obj.input_ids = prompt
     obj.text = None
     async for response in _behind_documents(original, manager, obj, request):
@@ -205,16 +220,19 @@ async def _prefill(
     documents: marks.Documents,
 ) -> dict[str, Any] | None:
     """Prefill the ``documents`` of ``obj``, if the schedulers compose prompts. Returns the finish reason of a
-    prefill that SGLang aborted, perhaps with all requests; None if all prefills ended well."""
+    prefill that SGLang aborted, perhaps with all requests. None if all prefills ended well, or if SGLang's
+    queue has no room for one: SGLang then decides on ``obj`` itself, which reads what is cached by then."""
     if not await _composes(manager):
         return None
     prompt = obj.input_ids
     base = prompt[: documents.start]
     alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
     # One document is prefilled first, so that the base (the tokens before all documents) is computed once.
+    # SGLang refuses what is more than --max-queued-requests.
+    together = max(min(_TOGETHER, manager.server_args.max_queued_requests or _TOGETHER), 1)
     groups = [
         alone[:1],
-        *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
+        *(alone[at : at + together] for at in range(1, len(alone), together)),
     ]
     if documents.repair.share:
         custom = obj.sampling_params["custom_params"]
@@ -222,8 +240,17 @@ async def _prefill(
         # This request generates nothing. It measures which document tokens the text behind them attends to.
         groups.append([_request(prompt, obj, custom)])
     for group in groups:
-        for answer in await first_answers([original(manager, each, request) for each in group]):
+        try:
+            prefills = [original(manager, each, request) for each in group]
+            answers = await first_answers(prefills)
+        except HTTPException as error:
+            if error.detail != _FULL:
+                raise
+            return None
+        for answer in answers:
             reason: dict[str, Any] = answer["meta_info"]["finish_reason"] or {}
+            if reason.get("message") == _FULL:
+                return None
             if reason.get("type") == "abort":
                 return reason
     return None
@@ -279,7 +306,8 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
     prefixes. It also has the grammar of ``obj``, so that SGLang refuses a wrong grammar before any prefill. It
     streams if ``obj`` does, because SGLang raises refusals of schedulers only to who does not stream."""
     sampling = {name: obj.sampling_params.get(name) for name in _GRAMMARS}
-    sampling |= {"max_new_tokens": 0, "custom_params": custom_params}
+    # The operator may prefer another minimum.
+    sampling |= {"max_new_tokens": 0, "min_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
     alike = ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority")
     for name in (*alike, "stream", "background"):

@@ -85,7 +85,7 @@ def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
     tree = batch.tree_cache
     evicted = tree.evicted_of(batch.reqs)
     shared = backend.paged.reads_shared and tree.reads_shifted(batch.reqs)
-    return MarkedRids(rids, shared or any(evicted), evicted)
+    return MarkedRids(rids, shared or evicted is None or any(evicted), evicted)
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:

@@ -40,8 +40,11 @@ def install() -> None:
         "prefill_ready": _contained(_after_prefill_ready),
         "retracted": _contained(_after_retracted, _after_retracted),
         "make_abort": _contained(_after_make_abort),
-        "weights_loaded": _contained(_after_weights),
-        "weights_ended": _contained(_after_weights),
+    }
+    hooks |= {
+        name: _contained(_after_weights)
+        for name in compat.HOOK_TARGETS
+        if name.startswith("weights_")
     }
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
@@ -157,7 +160,7 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
     if config is None:
         # This server runs without the plugin; an earlier server in this process installed the hooks.
         return None
-    check_build()
+    check_build(config)
     try:
         _server = ServerParts(config, result)
     except CannotShare as error:
@@ -297,7 +300,7 @@ def _around_pause(stock: Callable[[Any, Any], None], scheduler: Any, recv_req: A
 
 def _after_weights(controller: Controller, _result: Any, *_: Any, **__: Any) -> None:
     """New weights were loaded, perhaps without a flush: SGLang computes the KV of requests that wait with
-    these."""
+    these. Or loading failed, perhaps on this rank only."""
     controller.weights_changed()
 
 

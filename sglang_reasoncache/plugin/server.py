@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_reasoncache import compat
@@ -345,6 +344,8 @@ class ServerParts:
                 "aliased_nodes": continues,
                 "documents_off": documents_off is not None,
                 "vocabulary": vocabulary.pieces,
+                "reasoning_markers": markers
+                and [sorted(markers[0]), sorted(markers[1]), *markers[2:]],
             },
         )
         controller = assemble(
@@ -507,24 +508,29 @@ def _first(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def check_build() -> None:
-    """Raise ValueError on all tensor-parallel ranks unless all run the same build. All call this together,
-    before they exchange anything else, which another build might do in another way."""
+def check_build(config: ReasonCacheConfig) -> None:
+    """Raise ValueError on all tensor-parallel ranks unless all run the same build with the same settings of the
+    operator. All call this together, before they exchange anything else, which another build might do in
+    another way, or some ranks not at all."""
     ranks = attention.all_ranks()
     if not ranks.alone:
         check_alike(ranks, {"build": build()})
+        check_alike(ranks, {**config.to_dict(), "host_swap_gb": config.host_swap_gb != 0})
 
 
 def build() -> str:
     """Names what runs here: a digest of this package's Python sources, if they are files, and the versions of
-    Python, NumPy, PyTorch and SGLang. Ranks with equal builds and settings decide alike."""
+    Python and of the packages that ranks decide by. Ranks with equal builds and settings decide alike."""
     sources = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(path for path in sources.rglob("*.py") if path.is_file()):
         text = path.read_bytes().replace(b"\r\n", b"\n")
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + text)
-    versions = platform.python_version(), np.__version__, torch.__version__, version("sglang")
-    return f"{digest.hexdigest()[:12]} with Python, NumPy, PyTorch, SGLang {', '.join(versions)}"
+    packages = "numpy", "torch", "sglang", "transformers", "tokenizers"
+    versions = [f"{name} {version(name)}" for name in packages]
+    return (
+        f"{digest.hexdigest()[:12]} with Python {platform.python_version()}, {', '.join(versions)}"
+    )
 
 
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:

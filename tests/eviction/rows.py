@@ -89,11 +89,14 @@ class GivenLayer:
     def queries(self, first: int, end: int | None = None) -> Any:
         raise NotImplementedError
 
-    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
+    def weights(
+        self, first: int, end: int | None = None, newest: int | None = None
+    ) -> torch.Tensor:
         assert self.given is not None, "a policy that reads no queries got some"
         oldest = self.written - len(self.given)
         until = len(self.given) if end is None else max(end - oldest, 0)
-        return self.given[max(first - oldest, 0) : until].sum(dim=0)[None]
+        some = self.given[max(first - oldest, 0) : until]
+        return some[len(some) - (newest or len(some)) :].sum(dim=0)[None]
 
 
 def view(

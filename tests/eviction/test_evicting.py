@@ -16,6 +16,7 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.random_attention import RandomAttention
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
+from sglang_reasoncache.eviction.row_state import Decision
 from tests.eviction.rows import PAGED, SETUPS, SINGLE, begun, evicted, steps, world_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Eviction, Pair, Setup, SlowMeter, World
@@ -42,6 +43,46 @@ def test_a_policy_that_fails_ends_evicting_and_no_server() -> None:
     assert world.controller.report.disabled == "KeyError: 'oops'"
     steps(world, req, count=3)
     assert evicted(world, req) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless(StreamingLLM):
+    """``fault``: how it breaks the contract. "twice" does no harm."""
+
+    fault: str = ""
+
+    def candidates(self, view: View) -> np.ndarray:
+        mine = super().candidates(view)
+        others = {"prompt": view.held[:-4], "newest": view.held[::3], "twice": np.repeat(mine, 2)}
+        return others.get(self.fault, mine)
+
+    def scores(self, view: View) -> torch.Tensor:
+        scores = super().scores(view)
+        shapes = {"few": scores[1:], "heads": scores[None]}
+        return shapes.get(self.fault, scores)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("prompt", "policy policy0: candidates() returned positions that view.candidates()"),
+        ("newest", "policy policy0: candidates() returned positions that view.candidates()"),
+        ("few", r"a policy's scores need the shape (30,), got (29,)"),
+        ("heads", r"a policy's scores need the shape (30,), got (1, 30)"),
+        ("twice", None),
+    ],
+)
+def test_a_policy_that_breaks_the_contract_frees_no_slot_of_others(
+    fault: str, said: str | None
+) -> None:
+    world, req = begun(SINGLE, Careless(budget=16, slack=0, recent=1, fault=fault))
+    disabled = world.controller.report.disabled
+    assert (said or "None") in str(disabled)
+    gone = evicted(world, req)
+    assert bool(gone) == (said is None) and min(gone, default=8) >= len(PROMPT)
+    free = world.free_pages().tolist()
+    assert len(free) == len(set(free)) == world.total - WRITTEN + len(gone)
+    steps(world, req, count=3)
 
 
 def test_policies_are_described_with_their_options() -> None:
@@ -143,6 +184,24 @@ TREES = pytest.mark.parametrize("no_tree", [False, True], ids=["tree", "no-tree"
 LONG = range(1, 101)
 BUDGET = 24
 CHUNK = 8
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_policies_that_decide_together_do_not_evict_below_the_budget(
+    ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a decision is carried out at a later poll, when another policy may have evicted already."""
+    waits = iter([ready, ready])
+    monkeypatch.setattr(Decision, "is_immediate", property(lambda _: next(waits, True)))
+    monkeypatch.setattr(Decision, "ready", lambda _: False)
+    policies = (
+        StreamingLLM(budget=20, slack=0, recent=1),
+        RandomAttention(budget=20, slack=0, recent=1),
+    )
+    world, req = begun(SINGLE, *policies)
+    for _ in range(2):
+        steps(world, req)
+    assert WRITTEN + 2 - len(evicted(world, req)) == 20
 
 
 def chunks(world: World, req: Req) -> Iterator[None]:

@@ -235,8 +235,8 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
-        # Of the ``alpha`` (5) newest queries, ``weights`` lacks the newest, that of the forward pass in flight.
-        important = [max(some) for some in near(weights[-4:].mean(axis=0), 1)]
+        # The request is not in a forward pass in flight: the ``alpha`` (5) newest queries end before it.
+        important = [max(some) for some in near(weights[-5:].mean(axis=0), 1)]
         redundant = averaged(keys, lambda own: redundancies(own, policy.threshold, policy.reach))
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
     if isinstance(policy, SnapKV):
@@ -296,6 +296,7 @@ def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
 def test_given_weights_end_where_asked() -> None:
     weights = random_weights(20, 1, queries=5)
     [layer] = view(20, weights).layers
+    assert layer.weights(0, newest=2)[0].numpy() == pytest.approx(weights[3:].sum(axis=0))
     for first, end, rows in (
         (0, None, weights),
         (17, 19, weights[2:4]),

@@ -228,3 +228,26 @@ def test_nothing_is_found_in_short_prompts() -> None:
     for prompt in ([], [1], SYSTEM, [*SYSTEM, *_text(30)]):
         assert finder.find(TENANT, prompt) == []
     assert len(finder) == 0
+
+
+def test_many_tenants_in_turn_find_their_documents() -> None:
+    """Clients are told to use a salt each. What a tenant's prompts begin with must outlive the others' turns."""
+    draw = random.Random(5)
+    finder = DocumentFinder(LEAST)
+    tenants = [
+        (
+            f"tenant {number}".encode(),
+            [[draw.randrange(1000) for _ in range(length)] for length in (12, 48, 48, 48)],
+        )
+        for number in range(300)
+    ]
+    counts = []
+    for _ in range(4):
+        found = 0
+        for name, (base, *texts) in tenants:
+            draw.shuffle(texts)
+            prompt = [*base, *(token for text in texts for token in text), draw.randrange(1000)]
+            found += bool(finder.find(name, prompt))
+        counts.append(found)
+    assert counts[0] == 0 and counts[-1] > 250
+    assert finder._in_bases == sum(map(len, finder._bases.values()))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.filter import structure
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
@@ -149,6 +150,17 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
     _, (_, last) = propose([_PHRASES[0], _PHRASES[1]], block=4, **knobs)
     assert (last.counters.candidates, last.counters.dropped_structure) == (1, dropped)
     assert bool(last.pairs) is shares
+
+
+def test_edit_distances_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile client could make each step similar to all before it. The most similar ones are compared."""
+    tried = []
+    monkeypatch.setattr(structure, "_is_near", lambda *_: tried.append(1))
+    texts = [_PHRASES[0].replace("7", str(number)) for number in range(11, 22)]
+    assert len(set(texts)) == 11
+    _, proposals = propose(texts, block=4, structure_tolerance=2)
+    assert proposals[-1].counters.candidates == 10 == proposals[-1].counters.dropped_structure
+    assert len(tried) == sum(min(before, 4) for before in range(11))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -20,7 +20,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.cache import continuation, continuations
 from sglang_reasoncache.cache.continuation import Branches, Continuation, Continued, Path
 from sglang_reasoncache.cache.continuations import MOST_ALIKE
-from sglang_reasoncache.cache.swap import swapped_of
+from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.swap import Restored, swapped_of
+from sglang_reasoncache.cache.tree.base import first_shared
 from sglang_reasoncache.compat.carriers import CONTINUED
 from tests.property.world import OUTPUT, PROMPT, Pair, Setup, World
 from tests.unit.test_swap import admitted, overwrite, what_is_read
@@ -482,6 +484,87 @@ def test_what_grew_again_with_other_tokens_is_not_read(setup: Setup) -> None:
     world.assert_empty()
 
 
+@pytest.mark.parametrize(("exact_until", "opts_out"), [(None, False), (20, False), (FIRST, True)])
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_is_less_exact_than_before_is_not_read(
+    setup: Setup, exact_until: int | None, opts_out: bool
+) -> None:
+    """A continuation may have lost its end, and have been extended by a response with the same tokens that
+    shared. Its keys are rotated, and the request's copy says that fewer are, or none."""
+    world = World(replace(setup, swap=1 << 20))
+    tokens = finished(world)
+    req, contents = restorable(world, tokens)
+    swapped = swapped_of(req)
+    assert swapped is not None and swapped.first_shared == FIRST
+    swapped.first_shared = exact_until
+    if opts_out:
+        req.return_hidden_states = True
+    admitted(world, req)
+    assert not isinstance(req.last_node, Continued)
+    assert (what_is_read(world, req)[0][: swapped.length] == contents[: swapped.length]).all()
+    world.abort(req)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_shifted_keys_are_known_before_the_first_prefill_is_published(setup: Setup) -> None:
+    world = World(replace(setup, swap=1 << 20))
+    tokens = finished(world)
+    req, _ = restorable(world, tokens)
+    swapped = swapped_of(req)
+    assert swapped is not None
+    req.init_next_round_input(world.tree)
+    _, node = world.tree.init_load_back(
+        InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
+    )
+    assert isinstance(node, Restored) and isinstance(node.node, Continued)
+    req.last_node = node._replace(first_shared=None)
+    assert first_shared(req, HostRow()) == FIRST
+    req.last_node = node.node
+    world.allocator.free(node.slots)
+    world.assert_empty()
+
+
+def test_look_ups_between_changes_find_all() -> None:
+    """What begins where is kept from one look-up to the next."""
+    page = 4
+    branches = Branches(page)
+    tokens = np.arange(100, 200)
+    nodes: list[Continuation] = []
+    for start in (8, 24, 24, 40, 16):
+        digest = bytes([len(nodes)])
+        empty = np.zeros(0, dtype=np.int64)
+        node = Continuation(
+            Path((None, None), digest, 1), start, tokens[start : start + 20].copy(),
+            torch.arange(1, 21), np.zeros(20, dtype=np.int64), 20, empty, empty, page,
+        )  # fmt: skip
+        nodes.append(node)
+
+    def expected(there: list[Continuation], most: int) -> list[tuple[int, list[bytes]]]:
+        starts = sorted({each.start for each in there if each.start <= most})
+        return [
+            (start, sorted(each.digest for each in there if each.start == start))
+            for start in starts
+        ]
+
+    def looked_up(most: int, prompt: np.ndarray = tokens) -> list[tuple[int, list[bytes]]]:
+        return [(start, sorted(by_digest)) for start, by_digest in branches.beginning(prompt, most)]
+
+    there: list[Continuation] = []
+    for node in nodes:
+        branches.add(node)
+        there.append(node)
+        for most in (7, 8, 24, 39, 100):
+            assert looked_up(most) == expected(there, most)
+    # Other tokens at a place, or too few.
+    assert looked_up(100, np.concatenate((tokens[:16], tokens[:84]))) == expected(nodes[:1], 100)
+    assert looked_up(100, tokens[:42]) == expected([n for n in nodes if n.start < 40], 100)
+    for node in nodes[::-1]:
+        branches.remove(node)
+        there.remove(node)
+        assert looked_up(100) == expected(there, 100)
+
+
 @pytest.mark.parametrize("gone", ["all", "end"])
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_what_comes_back_after_its_continuation_went_has_slots_of_its_own(
@@ -566,7 +649,9 @@ def test_several_read_parts_of_different_lengths(setup: Setup) -> None:
     for left in (lengths, [lengths[0], lengths[2]], lengths[:1]):
         assert one.start + one.pinned == max(left)
         assert there.evictable + there.protected == whole and there.evictable > 0
-        world.tree.evict(EvictParams(num_tokens=there.evictable))
+        while there.evictable:
+            # At least an eighth goes at once, but nothing that is read.
+            world.tree.evict(EvictParams(num_tokens=1))
         assert one.end == max(left) and there.evictable == 0
         whole = there.protected
         world.tree.unlock(locks[lengths.index(max(left))])

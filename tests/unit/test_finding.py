@@ -164,18 +164,101 @@ def test_prompts_of_text(auto: Callable[..., None]) -> None:
     auto(test)
 
 
-def test_a_batch_and_embeddings_find_nothing(auto: Callable[..., None]) -> None:
-    for obj in (
-        _obj([_prompt(TWO, ONE), _prompt(TWO, ONE)]),
-        _obj(None, text=["one", "two"]),
-        _obj([]),
-        _obj(_prompt(TWO, ONE), image_data="image"),
-        _obj(_prompt(TWO, ONE), return_hidden_states=True),
-        _obj(_prompt(TWO, ONE), sampling={"custom_params": {"reasoncache": "perhaps"}}),
-    ):
-        assert not documents._may_compose(obj)
+@pytest.mark.parametrize("opted_out", [True, False])
+def test_what_the_operator_prefers_stays(auto: Callable[..., None], opted_out: bool) -> None:
+    """A request's ``custom_params`` replace those that the operator prefers as a whole, and so would ours."""
 
     async def test(manager: Manager) -> None:
+        await _learn(manager)
+        mine = {"reasoncache": not opted_out, "thinking_budget": 100}
+        manager.preferred_sampling_params = {"custom_params": mine, "min_new_tokens": 4}
+        sent = await _sent(manager, _obj(_prompt(TWO, ONE)))
+        marked = {} if opted_out else {"documents": SPANS, "documents_repair": "none"}
+        assert sent[-1].sampling_params.custom_params == {**mine, **marked}
+        assert sent[-1].sampling_params.min_new_tokens == 4
+        assert len(sent) == (1 if opted_out else 3)
+
+    auto(test)
+
+
+class WithQueue:
+    """SGLang's settled flags, which cannot be changed, with ``--max-queued-requests``."""
+
+    def __init__(self, flags: Any, max_queued_requests: int | None) -> None:
+        self._flags = flags
+        self.max_queued_requests = max_queued_requests
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flags, name)
+
+
+@pytest.mark.parametrize(("queued", "together"), [(None, 16), (4, 4), (1, 1), (100, 16)])
+def test_prefills_do_not_fill_the_queue(
+    run: Callable[..., None],  # noqa: F811
+    queued: int | None,
+    together: int,
+) -> None:
+    async def test(manager: Any) -> None:
+        prompt = [DRAW.randrange(3, 90) for _ in range(8 + 4 * 21)]
+        spans = [(8 + 4 * at, 12 + 4 * at) for at in range(20)]
+        obj = _obj(prompt, sampling={"custom_params": {"documents": spans}})
+        manager.server_args = WithQueue(manager.server_args, queued)
+        manager.sent.clear()
+        task = asyncio.ensure_future(_all_of(manager, obj))
+        answered = set[str]()
+        sizes = []
+        while not task.done():
+            await _turns()
+            new = [each for each in manager.received() if each.rid not in answered]
+            sizes.append(len(new))
+            for each in new:
+                answered.add(each.rid)
+                await manager.finish(each.rid)
+        await task
+        assert max(sizes) == together and len(answered) == 21
+
+    run(test)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_prefill_that_finds_the_queue_full_leaves_the_decision_to_sglang(
+    run: Callable[..., None],  # noqa: F811
+    streams: bool,
+) -> None:
+    """SGLang decides on the request itself. It would not refuse it for the prefills of its documents."""
+
+    async def test(manager: Manager) -> None:
+        obj = _obj(
+            _prompt(ONE, TWO),
+            sampling={"custom_params": {"documents": [(20, 90), (90, 170)]}},
+            stream=streams,
+        )
+        manager.sent.clear()
+        task = asyncio.ensure_future(_all_of(manager, obj))
+        await _turns()
+        [prefill] = manager.received()
+        full = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+        await manager.finish(prefill.rid, full)
+        await _turns()
+        *_, own = manager.received()
+        assert own.rid == obj.rid and len(manager.received()) == 2
+        await manager.finish(own.rid)
+        await task
+
+    run(test)
+
+
+def test_a_batch_and_embeddings_find_nothing(auto: Callable[..., None]) -> None:
+    async def test(manager: Manager) -> None:
+        for obj in (
+            _obj([_prompt(TWO, ONE), _prompt(TWO, ONE)]),
+            _obj(None, text=["one", "two"]),
+            _obj([]),
+            _obj(_prompt(TWO, ONE), image_data="image"),
+            _obj(_prompt(TWO, ONE), return_hidden_states=True),
+            _obj(_prompt(TWO, ONE), sampling={"custom_params": {"reasoncache": "perhaps"}}),
+        ):
+            assert not documents._may_compose(manager, obj)
         calls = []
 
         def original(*args: Any) -> Any:

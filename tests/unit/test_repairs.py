@@ -20,6 +20,7 @@ from sglang_reasoncache.cache.repair import RepairedRow, Repairs, ends_of, highe
 from sglang_reasoncache.custom_params import KEY, REPAIR_KEY, Repair, repair_of
 from sglang_reasoncache.device.ranks import RankFailed, Ranks
 from tests.property.world import PROMPT, Setup, World
+from tests.unit.test_swap import admitted
 
 pytestmark = pytest.mark.usefixtures("published_config")
 DOCUMENTS = [list(range(20, 29)), list(range(40, 46)), list(range(60, 67))]
@@ -32,8 +33,8 @@ TEXT = [*PROMPT, *(token for document in DOCUMENTS for token in document), *QUER
 class Prompts(World):
     """A world whose tree holds each document behind ``PROMPT``."""
 
-    def __init__(self) -> None:
-        super().__init__(Setup(page=1, block=4, slots=110))
+    def __init__(self, slots: int = 110) -> None:
+        super().__init__(Setup(page=1, block=4, slots=slots))
         self.controller.report.documents_off = None
         for number, document in enumerate(DOCUMENTS):
             req = self.request(f"document {number}", [*PROMPT, *document])
@@ -82,6 +83,21 @@ class Prompts(World):
         assert repaired.received is not None and not len(repaired.positions)
         repaired.received.add_(torch.tensor(scores))
         self.finish(req)
+
+
+@pytest.mark.parametrize(("slots", "repaired"), [(55, 8), (48, 0)])
+def test_a_prompt_that_its_repair_would_make_larger_than_the_pool_is_not_repaired(
+    slots: int, repaired: int
+) -> None:
+    """Its documents are locked, and the tokens that are computed again take slots beside them. On an idle
+    server no slot would ever come, and all other requests wait behind the first."""
+    world = Prompts(slots)
+    req = world.marked("new", "first:4")
+    assert isinstance(req.last_node, Composition) and len(req.last_node.again) == repaired
+    assert admitted(world, req) == len(QUERY) + repaired
+    req.output_ids.append(1)
+    world.finish(req)
+    world.assert_empty()
 
 
 @settings(max_examples=200, deadline=None)

@@ -93,8 +93,10 @@ def first_shared(req: Request, row: HostRow) -> int | None:
     """The lowest position of a request that was ever redirected, in ``row``, before the request was swapped out
     or in a continuation. From there on its KV is approximate. None if all is exact."""
     positions = [row.first_shared]
-    if isinstance(req.last_node, Restored):
-        positions.append(req.last_node.first_shared)
-    if isinstance(req.last_node, Continued):
-        positions.append(req.last_node.first_approximate)
+    node = req.last_node
+    if isinstance(node, Restored):
+        positions.append(node.first_shared)
+        node = node.node
+    if isinstance(node, Continued):
+        positions.append(node.first_approximate)
     return min((first for first in positions if first is not None), default=None)

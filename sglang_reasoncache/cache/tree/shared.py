@@ -128,8 +128,11 @@ class SharedRadixCache(SwapsOut):
             )
         ):
             return result
+        prefix = Continued(parts)
+        if not _is_as_exact(prefix.first_approximate, swapped.first_shared):
+            return result
         self._continuations.use(parts)
-        return _ending_in(result, Continued(parts))
+        return _ending_in(result, prefix)
 
     def _composed(self, documents: CachedDocuments, params: Any, result: Any) -> Any:
         """``result``, which the tree matched, or a composed prefix if that is longer."""
@@ -138,11 +141,21 @@ class SharedRadixCache(SwapsOut):
             return result
         allocator = self.token_to_kv_pool_allocator
         prefix.again = allocator.repairs.choose(params.req, prefix, self.owner.ranks)
+        wanted = len(params.key) + len(prefix.again) + self._output_of(params.req)
+        if wanted > allocator.size_full:
+            # A repair takes slots beside the cached ones, which the request locks. SGLang lets in no prompt
+            # that is larger than the pool, but would keep this one waiting for ever, and all behind it.
+            prefix.again = prefix.again[:0]
         if prefix.kept <= result.device_prefix_len:
             return result
         allocator.has_shifted_slots = True
         nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
         return result._replace(device_prefix_len=prefix.kept, **nodes)
+
+    def _output_of(self, req: Request) -> int:
+        """The most slots that SGLang reserves for the output of a request, and for what pages round up."""
+        future = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+        return int(min(future, compat.CLIP_MAX_NEW_TOKENS)) + 3 * self.page_size
 
     def prefix_device_indices(self, req: Request) -> torch.Tensor:
         prefix = req.last_node
@@ -247,10 +260,14 @@ class SharedRadixCache(SwapsOut):
             for req in reqs
         )
 
-    def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
-        """Number of evicted positions of each of ``reqs``. The tree holds no evicted positions."""
+    def evicted_of(self, reqs: Sequence[Request]) -> list[int] | None:
+        """Number of evicted positions of each of ``reqs``. The tree holds no evicted positions. None if a
+        request has ended since the batch was made: nobody knows here what its row, which the forward reads,
+        still names."""
         if not self.token_to_kv_pool_allocator.has_evicted:
             return [0] * len(reqs)
+        if not all(req.kv.holds_kv for req in reqs):
+            return None
         return [self._host_row(req.kv).evicted for req in reqs]
 
     @property
@@ -266,6 +283,12 @@ class SharedRadixCache(SwapsOut):
         needed = self.sliding_window_size + self.page_size + in_pages
         locked = self.sliding_window_size + max(in_pages, interval + self.page_size)
         return int(needed + locked + 1)
+
+
+def _is_as_exact(first: int | None, before: int | None) -> bool:
+    """Whether KV that is approximate from ``first`` on may take the place of KV that was so from ``before`` on.
+    None: all is exact. A continuation may have been cut and extended by a response that shared."""
+    return first is None or (before is not None and before <= first)
 
 
 def _ending_in(result: Any, prefix: Continued) -> Any:

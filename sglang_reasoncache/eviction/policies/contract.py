@@ -41,10 +41,12 @@ class Layer(Protocol):
         Returns three tensors: the queries after rotary embedding, fp32 ``[queries, heads, head_dim]``; their
         positions, int64 ``[queries]``; whether each query was kept, bool ``[queries]``."""
 
-    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
+    def weights(
+        self, first: int, end: int | None = None, newest: int | None = None
+    ) -> torch.Tensor:
         """fp32 ``[heads, held]``: softmax weight of each held position, summed over the queries that
-        :meth:`queries` returns. A query gives no weight to later positions. Each call reads and rotates all
-        held keys of the layer."""
+        :meth:`queries` returns and that were kept, or over the ``newest`` of these. A query gives no weight to
+        later positions. Each call reads and rotates all held keys of the layer."""
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,9 @@ class RKV(Evictor):
         return self.alpha
 
     def scores(self, view: View) -> torch.Tensor:
-        # The newest query is the one of the forward pass in flight.
-        first = view.written + 1 - self.alpha
-        weights = view.mean(lambda layer: layer.weights(first))
+        # The newest query is the one of the forward pass in flight, if the request is in it.
+        first = view.written - self.alpha
+        weights = view.mean(lambda layer: layer.weights(first, newest=self.alpha))
         # A query's weights sum to 1, so this divides by the number of queries.
         importance = pooled(weights / weights.sum().clamp_min(1), self.kernel, "max")
         redundant = view.mean(lambda layer: redundancy(layer.stored(), self.threshold, self.reach))

@@ -8,6 +8,7 @@ needs them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,7 +80,10 @@ def _is_near(a: Basic, b: Basic, tolerance: int, max_nodes: int) -> bool:
     import zss
     from sympy import preorder_traversal
 
-    first, second = (Counter(map(_label, preorder_traversal(tree))) for tree in (a, b))
+    first, second = (
+        Counter(map(_label, itertools.islice(preorder_traversal(tree), max_nodes + 1)))
+        for tree in (a, b)
+    )
     # Each edit operation changes at most one label, so at least ``least`` operations are needed.
     least = max((first - second).total(), (second - first).total())
     if least > tolerance or max(first.total(), second.total()) > max_nodes:
