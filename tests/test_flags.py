@@ -14,9 +14,10 @@ import pytest
 
 from sglang_reasoncache import arguments, compat
 from sglang_reasoncache.arguments import FLAGS, SET, arguments_of, flag_of
+from sglang_reasoncache.compat.carriers import CONFIG
 from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, type_of
 from sglang_reasoncache.errors import CannotShare
-from sglang_reasoncache.plugin import attention, flags, hooks, refusals
+from sglang_reasoncache.plugin import attention, flags, hooks, refusals, routes
 from tools import settings_table
 
 
@@ -162,6 +163,11 @@ def test_variables_and_settings_that_exclude_each_other(monkeypatch: pytest.Monk
         names = dict(enable_return_aux_hidden_states=True, speculative_algorithm="DFLASH")
         refusals.check(_server_args(**names, enable_lora=True))
         assert not refusals.has_draft_model(_server_args(**names))
+    # SGLang switches adapters on later.
+    adapters = _server_args(lora_paths=["a=b"], speculative_algorithm="NGRAM")
+    with pytest.raises(ValueError, match=r"--lora-paths \(adapters are not tested with"):
+        refusals.check(adapters)
+    refusals.check(_server_args(lora_paths=["a=b"]))
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     with pytest.raises(ValueError, match="--enable-reasoncache .* SGLANG_RUST_SERVER"):
         refusals.check(_server_args())
@@ -435,6 +441,32 @@ def test_a_variable_is_obeyed_unless_something_else_was_said(
         monkeypatch.setenv(flags.WORDS_ENV, words)
         with pytest.raises(ValueError, match="^SGLANG_REASONCACHE: "):
             flags.before_resolving(_server_args())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_process_that_serves_what_another_attached_has_our_hooks(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process attaches the flags, and starts another one by "spawn" to serve HTTP: that one loads plugins,
+    and SGLang resolves flags there that are attached already."""
+    installed: list[str] = []
+    monkeypatch.setattr(hooks, "install_frontend", lambda: installed.append("hooks"))
+    monkeypatch.setattr(routes, "add", lambda: installed.append("routes"))
+    registered: list[str] = []
+    monkeypatch.setattr(
+        flags.compat.HookRegistry, "register", lambda target, *_: registered.append(target)
+    )
+    monkeypatch.delenv(flags.WORDS_ENV, raising=False)
+    monkeypatch.setenv(flags.ENABLED_ENV, "1")
+    flags.install()
+    assert set(flags.compat.LAUNCHER_HOOK_TARGETS.values()) <= set(registered)
+    args = _server_args()
+    setattr(args, CONFIG, ReasonCacheConfig() if enabled else None)
+    for module in ("managers.tokenizer_manager", "entrypoints.http_server"):
+        name = f"sglang.srt.{module}"
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name, SimpleNamespace()))
+    flags.before_resolving(args)
+    assert installed == ["hooks", "routes"] * enabled
 
 
 def test_an_engine_takes_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,8 @@ class ServerArgs(Protocol):
     speculative_eagle_topk: int | None
     speculative_num_draft_tokens: int | None
     admin_api_key: str | None
+    lora_paths: Any
+    enable_lora: bool | None
     speculative_draft_attention_backend: str | None
     triton_attention_split_tile_size: int | None
     enable_mixed_chunk: bool

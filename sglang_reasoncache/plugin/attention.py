@@ -67,7 +67,10 @@ def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> 
         return
     if refusals.in_the_way_of_corrected(server_args) or _cannot_share(server_args):
         return  # nothing will be shared
-    target = set(compat.attention_backends_of(resolved)) & set(compat.PAGE_BACKENDS)
+    backends = set(compat.attention_backends_of(resolved))
+    if len(backends) > 1:
+        return  # nor between two backends at page sizes above 1
+    target = backends & set(compat.PAGE_BACKENDS)
     if target and (resolved.page_size or 1) > 1:
         chosen: dict[str, Any] = {"speculative_draft_attention_backend": _DRAFTS}
         if "trtllm_mla" in target and resolved.triton_attention_split_tile_size is None:
@@ -77,7 +80,7 @@ def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> 
             "reasoncache: takes --speculative-draft-attention-backend %s, which looks up single slots; %s "
             "looks up pages",
             _DRAFTS,
-            " and ".join(sorted(target)),
+            *target,
         )
 
 

@@ -25,6 +25,7 @@ from sglang_reasoncache.compat.carriers import COMPOSES, FINDER
 from sglang_reasoncache.config import ReasonCacheConfig, config_of
 from sglang_reasoncache.filter.documents import DocumentFinder
 from sglang_reasoncache.plugin import header
+from sglang_reasoncache.plugin.routes import TOTALS
 from sglang_reasoncache.plugin.waiting import waiting
 
 logger = logging.getLogger(__name__)
@@ -286,19 +287,29 @@ def _verified_length(manager: Any, obj: Any, prompt: Sequence[int]) -> int:
 
 
 async def _composes(manager: Any) -> bool:
-    """Whether the schedulers compose prompts of cached documents, asked until all of them have answered."""
-    known: bool | None = getattr(manager, COMPOSES, None)
-    if known is None:
-        # Start the loop that receives answers, because this may be the server's first request.
-        manager.auto_create_handle_loop()
-        answers = manager.get_internal_state_communicator(compat.GetInternalStateReq())
-        # Shielded: if an aborted request stopped asking, the answer could reach whoever asks next.
-        states = await asyncio.shield(answers)
-        entries = [state.internal_state.get("reasoncache") or {} for state in states]
-        known = all(state.get("documents_off", "") is None for state in entries)
-        if all("documents_off" in state for state in entries):
-            setattr(manager, COMPOSES, known)
-    return known
+    """Whether the schedulers compose prompts of cached documents, asked until all of them have answered. Who
+    asks meanwhile gets the same answer."""
+    known: bool | asyncio.Future[bool] | None = getattr(manager, COMPOSES, None)
+    if isinstance(known, bool):
+        return known
+    if known is None or known.done():
+        known = asyncio.ensure_future(_ask(manager))
+        setattr(manager, COMPOSES, known)
+    # Shielded: if an aborted request stopped asking, the answer could reach whoever asks next.
+    return await asyncio.shield(known)
+
+
+async def _ask(manager: Any) -> bool:
+    """See :func:`_composes`."""
+    # Start the loop that receives answers, because this may be the server's first request.
+    manager.auto_create_handle_loop()
+    question = compat.GetInternalStateReq(rid=TOTALS)
+    states = await manager.get_internal_state_communicator(question)
+    entries = [state.internal_state.get("reasoncache") or {} for state in states]
+    composes = all(state.get("documents_off", "") is None for state in entries)
+    if all("documents_off" in state for state in entries):
+        setattr(manager, COMPOSES, composes)
+    return composes
 
 
 def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | None = None) -> Any:

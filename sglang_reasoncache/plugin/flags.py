@@ -42,7 +42,7 @@ def install() -> None:
     """Hook SGLang's command-line functions, and let :func:`engine_server_args` make ``Engine``'s ServerArgs."""
     register = compat.HookRegistry.register
     kind = compat.HookType
-    if os.environ.get(WORDS_ENV, "").strip():
+    if os.environ.get(WORDS_ENV, "").strip() or os.environ.get(ENABLED_ENV) == "1":
         for target in compat.LAUNCHER_HOOK_TARGETS.values():
             register(target, before_resolving, kind.BEFORE)
     register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
@@ -107,7 +107,10 @@ def before_resolving(server_args: Any) -> None:
     scheduler, whoever made them. Attaches what the variable ``WORDS_ENV`` says, unless flags or keywords said
     something. Raises ValueError, which names the variable, for words that a command line would refuse."""
     words = os.environ.get(WORDS_ENV, "")
-    if not words.strip() or hasattr(server_args, CONFIG):
+    if hasattr(server_args, CONFIG):
+        _serve_attached(server_args)
+        return
+    if not words.strip():
         return
     if server_args.disaggregation_mode == "prefill":
         # A variable of a whole job, which has both servers of a PD pair.
@@ -125,6 +128,20 @@ def before_resolving(server_args: Any) -> None:
         raise ValueError(f"{WORDS_ENV}: {error}") from error
     if is_resolved:
         server_args.resolve_once()
+    _add_routes()
+
+
+def _serve_attached(server_args: Any) -> None:
+    """The process that made ``server_args`` attached the config, and another one, perhaps this, serves HTTP."""
+    serves = "sglang.srt.managers.tokenizer_manager" in sys.modules
+    if config_of(server_args) is not None and serves:
+        from sglang_reasoncache.plugin import hooks
+
+        hooks.install_frontend()
+        _add_routes()
+
+
+def _add_routes() -> None:
     if "sglang.srt.entrypoints.http_server" in sys.modules:
         from sglang_reasoncache.plugin import routes
 

@@ -118,9 +118,13 @@ def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: An
         return None
     if backend.never_in_prefill_graphs or _needs_ours(backend, local_batch):
         return False
-    owner: SlotOwner = getattr(local_batch.tree_cache, "owner", NO_OWNER)
-    # Veto if policies may evict positions of a prompt between vote and forward.
-    return False if owner.evicts_prompts else None
+    tree = local_batch.tree_cache
+    owner: SlotOwner = getattr(tree, "owner", NO_OWNER)
+    # Veto if policies may evict positions of a prompt between vote and forward, or if a request may end between
+    # them whose evicted positions are then unknown (``evicted_of``).
+    ends = compat.envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.get()
+    unknown = ends and owner is not NO_OWNER and tree.token_to_kv_pool_allocator.has_evicted
+    return False if owner.evicts_prompts or unknown else None
 
 
 def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:

@@ -123,7 +123,8 @@ def _around_abort_done(stock: Callable[[Any, Any], None], manager: Any, recv_obj
     record = reason.pop(OPT_OUT_KEY, None)
     state = manager.rid_to_state.get(recv_obj.rid)
     stock(manager, recv_obj)
-    if record is not None and state is not None:
+    # SGLang answers no request with the id of a health check.
+    if record is not None and state is not None and state.out_list:
         state.out_list[-1]["meta_info"][OPT_OUT_KEY] = json.loads(record)
 
 

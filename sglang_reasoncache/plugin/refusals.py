@@ -135,6 +135,9 @@ def has_draft_model(args: ServerArgs) -> bool:
 def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[str]:
     """The flags of a server that speculates by ``algorithm`` and exclude this plugin, with reasons."""
     conflicts = _conflicting(args, SPECULATION_CONFLICTS)
+    if args.lora_paths and args.enable_lora is None:
+        # SGLang switches adapters on later.
+        conflicts.append(f"--lora-paths ({SPECULATION_CONFLICTS['enable_lora']})")
     if algorithm.upper() not in SPECULATION:
         supported = ", ".join(SPECULATION)
         conflicts.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")

@@ -332,7 +332,8 @@ class ServerParts:
             num_heads=self._heads(),
             ranks=ranks,
         )
-        markers = markers_of(args.reasoning_parser, tokenizer, config)
+        # Settled: the operator may have let SGLang detect it (``--reasoning-parser auto``).
+        markers = markers_of(compat.get_serving().reasoning_parser, tokenizer, config)
         swap = self._swap(tree, resolved, args)
         continues = self._continues(tree, config, args)
         documents_off = self._documents_off(tree, config, args)

@@ -231,7 +231,7 @@ def test_nothing_is_found_in_short_prompts() -> None:
 
 
 def test_many_tenants_in_turn_find_their_documents() -> None:
-    """Clients are told to use a salt each. What a tenant's prompts begin with must outlive the others' turns."""
+    """Clients are told to use a salt each. How a tenant's prompts begin is remembered over others' turns."""
     draw = random.Random(5)
     finder = DocumentFinder(LEAST)
     tenants = [

@@ -85,14 +85,20 @@ class Prompts(World):
         self.finish(req)
 
 
+@pytest.mark.parametrize("logprobs_from", [None, 28, 30])
 @pytest.mark.parametrize(("slots", "repaired"), [(55, 8), (48, 0)])
 def test_a_prompt_that_its_repair_would_make_larger_than_the_pool_is_not_repaired(
-    slots: int, repaired: int
+    slots: int, repaired: int, logprobs_from: int | None
 ) -> None:
     """Its documents are locked, and the tokens that are computed again take slots beside them. On an idle
     server no slot would ever come, and all other requests wait behind the first."""
     world = Prompts(slots)
     req = world.marked("new", "first:4")
+    if logprobs_from is not None:
+        # SGLang looks up no token from there on.
+        req.return_logprob = True
+        req.logprob_start_len = logprobs_from
+        req.init_next_round_input(world.tree)
     assert isinstance(req.last_node, Composition) and len(req.last_node.again) == repaired
     assert admitted(world, req) == len(QUERY) + repaired
     req.output_ids.append(1)

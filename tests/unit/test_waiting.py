@@ -284,6 +284,28 @@ def test_an_abort_while_the_schedulers_are_asked(run: Any) -> None:
     run(test)
 
 
+def test_the_schedulers_are_asked_once_for_all(run: Any) -> None:
+    """Each question takes a pass of a scheduler, and after a restart many requests come at once."""
+
+    async def test(manager: Manager) -> None:
+        del manager._reasoncache_composes
+        asking = [asyncio.ensure_future(documents._composes(manager)) for _ in range(50)]
+        await _turns()
+        [asked] = manager.sent
+        assert asked.rid == "/reasoncache"
+        # A scheduler that failed says nothing, and is asked again.
+        manager.get_internal_state_communicator.handle_recv(_State({"reasoncache": {}}))
+        assert await asyncio.gather(*asking) == [False] * 50
+        asking = [asyncio.ensure_future(documents._composes(manager)) for _ in range(50)]
+        await _turns()
+        answer = _State({"reasoncache": {"documents_off": None}})
+        manager.get_internal_state_communicator.handle_recv(answer)
+        assert await asyncio.gather(*asking) == [True] * 50
+        assert await documents._composes(manager) and len(manager.sent) == 2
+
+    run(test)
+
+
 class _State:
     def __init__(self, internal_state: dict[str, Any]) -> None:
         self.internal_state = internal_state

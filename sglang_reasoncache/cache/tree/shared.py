@@ -141,7 +141,9 @@ class SharedRadixCache(SwapsOut):
             return result
         allocator = self.token_to_kv_pool_allocator
         prefix.again = allocator.repairs.choose(params.req, prefix, self.owner.ranks)
-        wanted = len(params.key) + len(prefix.again) + self._output_of(params.req)
+        req = params.req
+        tokens = len(req.origin_input_ids) + len(req.output_ids)
+        wanted = tokens + len(prefix.again) + self._output_of(req)
         if wanted > allocator.size_full:
             # A repair takes slots beside the cached ones, which the request locks. SGLang lets in no prompt
             # that is larger than the pool, but would keep this one waiting for ever, and all behind it.
