@@ -157,14 +157,16 @@ class EvictionController:
             return None
         state.next_eviction[name] = written + policy.slack
         view = self._view(policy, req, state, written)
+        held = view.held
         excess = policy.excess(view, slots)
         candidates = np.unique(policy.candidates(view))
         if excess <= 0 or not len(candidates):
             return None
-        if not np.isin(candidates, view.candidates()).all():
+        low, high = view.evictable
+        if candidates[0] < low or candidates[-1] >= high or not np.isin(candidates, held).all():
             # Slots of the prefix tree would be freed, or the newest one, behind which SGLang writes.
             raise ValueError(
-                f"policy {name}: candidates() returned positions that view.candidates() does not have"
+                f"policy {name}: candidates() needs held positions from {low} to {high - 1}, got others"
             )
         self._stats.eviction_decisions += 1
         scores = self._scores(name, policy, req, state, view)

@@ -65,8 +65,8 @@ class Careless(StreamingLLM):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("prompt", "policy policy0: candidates() returned positions that view.candidates()"),
-        ("newest", "policy policy0: candidates() returned positions that view.candidates()"),
+        ("prompt", "policy policy0: candidates() needs held positions from 6 to 28, got others"),
+        ("newest", "policy policy0: candidates() needs held positions from 6 to 28, got others"),
         ("few", r"a policy's scores need the shape (30,), got (29,)"),
         ("heads", r"a policy's scores need the shape (30,), got (1, 30)"),
         ("twice", None),

@@ -83,6 +83,11 @@ class View:
     earlier: torch.Tensor | None = None
     seen: int = 0
 
+    @property
+    def evictable(self) -> tuple[int, int]:
+        """The first position that may be evicted, and the first behind them that may not."""
+        return self.owned, (self.written - 1) // self.page * self.page
+
     def candidates(self, recent: int = 1) -> np.ndarray:
         """int64, ascending: positions that may be evicted, in whole pages.
 
@@ -90,8 +95,9 @@ class View:
         newest one always is, because SGLang reads its slot when it allocates the next slot. A position that
         shares its slot with a position that stays is left out, because evicting it would free nothing.
         """
-        end = (self.written - max(recent, 1)) // self.page * self.page
-        low, high = np.searchsorted(self.held, (self.owned, end))
+        first, end = self.evictable
+        end = min(end, (self.written - max(recent, 1)) // self.page * self.page)
+        low, high = np.searchsorted(self.held, (first, end))
         group = self.first_readers // self.page
         stays = np.concatenate((group[:low], group[high:]))
         return self.held[low:high][~np.isin(group[low:high], stays)]
