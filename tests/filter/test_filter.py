@@ -156,11 +156,10 @@ def test_edit_distances_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     """A hostile client could make each step similar to all before it. The most similar ones are compared."""
     tried = []
     monkeypatch.setattr(structure, "_is_near", lambda *_: tried.append(1))
-    texts = [_PHRASES[0].replace("7", str(number)) for number in range(11, 22)]
-    assert len(set(texts)) == 11
+    texts = [_PHRASES[0].replace("7", str(number)) for number in range(10)]
     _, proposals = propose(texts, block=4, structure_tolerance=2)
-    assert proposals[-1].counters.candidates == 10 == proposals[-1].counters.dropped_structure
-    assert len(tried) == sum(min(before, 4) for before in range(11))
+    assert proposals[-1].counters.candidates == 9 == proposals[-1].counters.dropped_structure
+    assert len(tried) == sum(min(before, 4) for before in range(10))
 
 
 @pytest.mark.parametrize(
