@@ -130,11 +130,9 @@ class SharingBudget(compat.PrefillBudget):
         first chunk, which has ``extend_input_len`` tokens, and ``max_new_tokens`` of output."""
         later = max(self._prompt - extend_input_len, 0)
         needed = self.ceil_paged_tokens(full_tokens - max_new_tokens + later)
-        fits = True
-        if self._requests:
-            # :meth:`check_prefill` took the tokens that the host has for output, and reserved little for them.
-            left = self.remaining_total - self._promise.reserved(max_new_tokens, 1)
-            fits = needed <= left
+        # :meth:`check_prefill` took the tokens that the host has for output, and reserved little for them.
+        left = self.remaining_total - self._promise.reserved(max_new_tokens, 1)
+        fits = not self._requests or needed <= left
         return (fits and self._reclaim(needed)) or self._refuse()[0]
 
     def reserve(

@@ -93,7 +93,6 @@ class Continuation:
         self.known = known
         self.exact = exact
         self.head = tokens[:page].tobytes()
-        self.pins = self.pinned = 0
         # Number of leading positions -> how many running requests read so many.
         self._reading: Counter[int] = Counter()
         self.children = Branches(page)
@@ -104,7 +103,7 @@ class Continuation:
         self._lent = lent
         self._borrowed = borrowed
         self.keep(len(tokens))
-        self.counted_pinned = self._count(0)
+        self._pin()
 
     def keep(self, length: int) -> None:
         """Keep only the first ``length`` tokens."""
@@ -128,17 +127,31 @@ class Continuation:
 
     def read(self, length: int, change: int) -> None:
         """``change`` more running requests read the first ``length`` positions."""
-        self.pins += change
         self._reading[length] += change
         if not self._reading[length]:
             del self._reading[length]
-        pinned = max(self._reading, default=0)
-        if pinned and self.needs_ending:
-            pinned = len(self)  # It is evicted as a whole.
-        if pinned != self.pinned:
-            self.pinned = pinned
-            whole = pinned == len(self)
-            self.counted_pinned = self.counted if whole else self._count(pinned)
+        if self._longest != self.pinned:
+            self._pin()
+
+    @property
+    def pins(self) -> int:
+        return self._reading.total()
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether it has positions that no running request reads. False once it was evicted."""
+        return self.pinned < len(self)
+
+    @property
+    def _longest(self) -> int:
+        """Number of leading positions that running requests read. What needs its ending is read as a whole."""
+        longest = max(self._reading, default=0)
+        return len(self) if longest and self.needs_ending else longest
+
+    def _pin(self) -> None:
+        """Count what running requests read."""
+        self.pinned = self._longest
+        self.counted_pinned = self._count(self.pinned) if self.has_unread else self.counted
 
     def takes(self, start: int, is_short: bool) -> bool:
         """Whether the one request that reads this one may append what it computed from ``start`` on. With a
@@ -170,9 +183,7 @@ class Continuation:
         self.known = np.concatenate((self.known, tail.known))
         self._lent = np.concatenate((self._lent, tail._lent))
         self.keep(len(self.tokens))
-        if self.needs_ending:
-            self.pinned = len(self)
-        self.counted_pinned = self._count(self.pinned)
+        self._pin()
         return passed
 
     @property

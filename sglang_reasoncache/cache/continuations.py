@@ -156,10 +156,7 @@ class Continuations:
         have lost its end since, and have been extended with other tokens. ``exact``: whether only exact KV may
         be read."""
         return all(
-            node in self._used
-            and not node.needs_ending
-            and length <= len(node)
-            and length <= node.usable(tokens, exact)
+            node in self._used and not node.needs_ending and length <= node.usable(tokens, exact)
             for node, length in parts
         )
 
@@ -346,24 +343,19 @@ class Continuations:
         least recently used continuation go first."""
         freed = 0
         while freed < wanted and self.evictable:
-            unread = (node for node in self._used if node.pinned < len(node))
+            unread = (node for node in self._used if node.has_unread)
             victims = list(itertools.islice(unread, _VICTIMS))
             if not victims:
                 break
             for node in victims:
                 # The last that goes on with one may take it along.
-                while (
-                    freed < wanted
-                    and self.evictable
-                    and node in self._used
-                    and node.pinned < len(node)
-                ):
+                while freed < wanted and self.evictable and node.has_unread:
                     freed += self._shorten(node, wanted - freed, free)
         return freed
 
     def least_evicted(self) -> int:
         """How many tokens :meth:`evict` takes at least of the next continuation. 0 if requests read all."""
-        node = next((each for each in self._used if each.pinned < len(each)), None)
+        node = next((each for each in self._used if each.has_unread), None)
         return 0 if node is None else self._least_of(node)
 
     def _least_of(self, node: Continuation) -> int:

@@ -118,6 +118,15 @@ _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 _DISAGGREGATION = "sglang.srt.disaggregation."
 
+#: Every way to load new weights. Not what SGLang calls at their end: it does so on ranks that succeeded.
+WEIGHT_HOOKS = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "end_weight_update",
+)
+
 #: Our name for a hook -> dotted path of the hooked SGLang function.
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
@@ -138,16 +147,9 @@ HOOK_TARGETS: dict[str, str] = {
     "pause": "sglang.srt.managers.scheduler.Scheduler.pause_generation",
     # What SGLang answers for a request that is aborted while it waits.
     "make_abort": "sglang.srt.managers.scheduler._make_abort_req",
-    # Every way to load new weights. Not what SGLang calls at their end: it does so on ranks that succeeded.
     **{
-        f"weights_{name}": f"{_COMPONENTS}weight_updater.SchedulerWeightUpdaterManager.{method}"
-        for name, method in {
-            "from_disk": "update_weights_from_disk",
-            "from_distributed": "update_weights_from_distributed",
-            "from_tensor": "update_weights_from_tensor",
-            "from_ipc": "update_weights_from_ipc",
-            "ended": "end_weight_update",
-        }.items()
+        name: f"{_COMPONENTS}weight_updater.SchedulerWeightUpdaterManager.{name}"
+        for name in WEIGHT_HOOKS
     },
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",

@@ -33,9 +33,8 @@ def install() -> None:
     targets = compat.CPU_HOOK_TARGETS
     for name, hook in (("linear", _around_linear), ("lm_head", _around_lm_head)):
         compat.HookRegistry.register(targets[name], hook, compat.HookType.AROUND)
-    for name, target in compat.HOOK_TARGETS.items():
-        if name.startswith("weights_"):
-            compat.HookRegistry.register(target, after_load, compat.HookType.AFTER)
+    for name in compat.WEIGHT_HOOKS:
+        compat.HookRegistry.register(compat.HOOK_TARGETS[name], after_load, compat.HookType.AFTER)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

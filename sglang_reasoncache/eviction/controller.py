@@ -106,7 +106,8 @@ class EvictionController:
                 if policy.accumulates:
                     self._count_queries(name, policy, req, state, written)
             elif decision.is_immediate or self._ranks.least(decision.ready()):
-                most = self._excess(policy, req, state, written)
+                view = self._view(policy, req, state, written)
+                most = policy.excess(view, self._slots(req, written))
                 self._apply(req, state, decision.positions(self._ranks, most), written)
             else:
                 state.decisions[name] = decision
@@ -149,21 +150,23 @@ class EvictionController:
         Returns None if at most ``slack`` slots are above the budget, if ``state.next_eviction`` asks for more
         written positions first, or if no position may be evicted.
         """
-        row = self._row(req)
-        slots = written - row.evicted - row.saved
+        slots = self._slots(req, written)
         if slots - policy.allowed(written) <= policy.slack or written < state.next_eviction.get(
             name, 0
         ):
             return None
         state.next_eviction[name] = written + policy.slack
         view = self._view(policy, req, state, written)
-        held = view.held
         excess = policy.excess(view, slots)
         candidates = np.unique(policy.candidates(view))
         if excess <= 0 or not len(candidates):
             return None
         low, high = view.evictable
-        if candidates[0] < low or candidates[-1] >= high or not np.isin(candidates, held).all():
+        if (
+            candidates[0] < low
+            or candidates[-1] >= high
+            or not np.isin(candidates, view.held).all()
+        ):
             # Slots of the prefix tree would be freed, or the newest one, behind which SGLang writes.
             raise ValueError(
                 f"policy {name}: candidates() needs held positions from {low} to {high - 1}, got others"
@@ -172,11 +175,10 @@ class EvictionController:
         scores = self._scores(name, policy, req, state, view)
         return Decision(view, candidates, scores, excess if most is None else min(excess, most))
 
-    def _excess(self, policy: Evictor, req: Request, state: RowState, written: int) -> int:
-        """How many of the request's slots are beyond a policy's budget now."""
+    def _slots(self, req: Request, written: int) -> int:
+        """How many slots the first ``written`` positions of a request take."""
         row = self._row(req)
-        view = self._view(policy, req, state, written)
-        return policy.excess(view, written - row.evicted - row.saved)
+        return written - row.evicted - row.saved
 
     def _count_queries(
         self, name: str, policy: Evictor, req: Request, state: RowState, written: int

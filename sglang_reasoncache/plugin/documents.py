@@ -30,6 +30,8 @@ from sglang_reasoncache.plugin.waiting import waiting
 
 logger = logging.getLogger(__name__)
 
+#: SGLang's ``generate_request``.
+Generate = Callable[..., AsyncGenerator[Any, None]]
 #: At most this many documents of a request are prefilled at once.
 _TOGETHER = 16
 #: Prefills of a request with a longer id have ids of their own: each of up to 256 prefills would send it.
@@ -43,7 +45,7 @@ _ranks = itertools.count(os.getpid())
 
 
 def around_generate(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any = None
+    original: Generate, manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
     """Hook around SGLang's ``generate_request``, which every API calls: reads our header, and prefills marked
     documents first."""
@@ -113,7 +115,7 @@ def _may_compose(manager: Any, obj: Any) -> bool:
 
 
 async def _behind_known(
-    original: Callable[..., AsyncGenerator[Any, None]],
+    original: Generate,
     manager: Any,
     obj: Any,
     request: Any,
@@ -172,7 +174,7 @@ def _known(
 
 
 async def _behind_documents(
-    original: Callable[..., AsyncGenerator[Any, None]], manager: Any, obj: Any, request: Any
+    original: Generate, manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
     """Prefill the documents of ``obj``, then generate. If a document is cached already, only its last token is
     computed. Raises ValueError for wrongly marked documents. If the schedulers do not compose prompts (read
@@ -214,7 +216,7 @@ async def _behind_documents(
 
 
 async def _prefill(
-    original: Callable[..., AsyncGenerator[Any, None]],
+    original: Generate,
     manager: Any,
     obj: Any,
     request: Any,
@@ -275,8 +277,7 @@ async def first_answers(generators: Sequence[AsyncGenerator[Any, None]]) -> list
 def _verified_length(manager: Any, obj: Any, prompt: Sequence[int]) -> int:
     """Number of tokens of ``prompt``, after truncation if SGLang is set to truncate. Raises ValueError for a
     request that SGLang would refuse, so that none of its documents is prefilled."""
-    options = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
-    sampling = manager.sampling_params_class(**options)
+    sampling = manager.sampling_params_class(**_settled(manager, obj.sampling_params))
     sampling.normalize(manager.tokenizer)
     sampling.verify(manager.model_config.vocab_size)
     alike = copy.copy(obj)

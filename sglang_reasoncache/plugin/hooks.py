@@ -41,11 +41,7 @@ def install() -> None:
         "retracted": _contained(_after_retracted, _after_retracted),
         "make_abort": _contained(_after_make_abort),
     }
-    hooks |= {
-        name: _contained(_after_weights)
-        for name in compat.HOOK_TARGETS
-        if name.startswith("weights_")
-    }
+    hooks |= dict.fromkeys(compat.WEIGHT_HOOKS, _contained(_after_weights))
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
     hooks |= {"decode_queue": _after_decode_queue}

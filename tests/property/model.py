@@ -377,7 +377,8 @@ class Memory:
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
             assert tree.reads_shifted([track.req]) or not world.has_shifted(track.req)
             assert not tree.reads_shifted([track.req]) or track.blocks
-            assert any(tree.evicted_of([track.req]) or ()) == (EVICTED in track.shows)
+            evicted_now = tree.evicted_of([track.req])
+            assert evicted_now is not None and any(evicted_now) == (EVICTED in track.shows)
             mine = row[kv.cache_protected_len :]
             named.append(self._named(mine))
             private += kv_private_tokens(kv, page)

@@ -21,7 +21,7 @@ from sglang_reasoncache.cache import continuation, continuations
 from sglang_reasoncache.cache.continuation import Branches, Continuation, Continued, Path
 from sglang_reasoncache.cache.continuations import MOST_ALIKE
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.cache.swap import Restored, swapped_of
+from sglang_reasoncache.cache.swap import Restored, Swapped, swapped_of
 from sglang_reasoncache.cache.tree.base import first_shared
 from sglang_reasoncache.compat.carriers import CONTINUED
 from tests.property.world import OUTPUT, PROMPT, Pair, Setup, World
@@ -396,15 +396,16 @@ def path_of(node: Continuation) -> int:
     return int(node.path.node)
 
 
-def restorable(world: World, tokens: list[int]) -> tuple[Req, np.ndarray]:
-    """A request that read a continuation, decoded, and was retracted; what it read."""
+def restorable(world: World, tokens: list[int]) -> tuple[Req, Swapped, np.ndarray]:
+    """A request that read a continuation, decoded, and was retracted; its copy on the host; what it read."""
     req = asked(world, tokens)
     assert isinstance(req.last_node, Continued)
     run(world, req)
     contents, _ = what_is_read(world, req)
     world.retract(req)
-    assert swapped_of(req) is not None
-    return req, contents
+    swapped = swapped_of(req)
+    assert swapped is not None
+    return req, swapped, contents
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -416,9 +417,7 @@ def test_what_comes_back_goes_on_with_the_continuation_that_it_read(setup: Setup
     [one] = there
     end = one.end
     for _ in range(2):
-        req, contents = restorable(world, tokens)
-        swapped = swapped_of(req)
-        assert swapped is not None
+        req, swapped, contents = restorable(world, tokens)
         length = swapped.length
         before = world.allocator.available_size() + world.tree.evictable_size()
         assert admitted(world, req) <= setup.page + setup.pairs
@@ -442,7 +441,7 @@ def test_what_comes_back_goes_on_with_the_continuation_that_it_read(setup: Setup
         assert (what_is_read(world, req)[0][:length] == contents[:length]).all()
         world.abort(req)
         assert world.allocator.available_size() + world.tree.evictable_size() == world.total
-    req, _ = restorable(world, tokens)
+    req, _, _ = restorable(world, tokens)
     admitted(world, req)
     world.step(req)
     longer = [*req.origin_input_ids, *req.output_ids]
@@ -459,9 +458,7 @@ def test_what_grew_again_with_other_tokens_is_not_read(setup: Setup) -> None:
     """The continuation lost its end, and another conversation has extended it since."""
     world = World(replace(setup, swap=1 << 20))
     tokens = finished(world)
-    req, contents = restorable(world, tokens)
-    swapped = swapped_of(req)
-    assert swapped is not None
+    req, swapped, contents = restorable(world, tokens)
     [one] = world.allocator.continuations
     whole = one.end
     lock = world.tree.lock(path_of(one))
@@ -493,9 +490,8 @@ def test_what_is_less_exact_than_before_is_not_read(
     shared. Its keys are rotated, and the request's copy says that fewer are, or none."""
     world = World(replace(setup, swap=1 << 20))
     tokens = finished(world)
-    req, contents = restorable(world, tokens)
-    swapped = swapped_of(req)
-    assert swapped is not None and swapped.first_shared == FIRST
+    req, swapped, contents = restorable(world, tokens)
+    assert swapped.first_shared == FIRST
     swapped.first_shared = exact_until
     if opts_out:
         req.return_hidden_states = True
@@ -510,9 +506,7 @@ def test_what_is_less_exact_than_before_is_not_read(
 def test_shifted_keys_are_known_before_the_first_prefill_is_published(setup: Setup) -> None:
     world = World(replace(setup, swap=1 << 20))
     tokens = finished(world)
-    req, _ = restorable(world, tokens)
-    swapped = swapped_of(req)
-    assert swapped is not None
+    req, _, _ = restorable(world, tokens)
     req.init_next_round_input(world.tree)
     _, node = world.tree.init_load_back(
         InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
@@ -572,9 +566,7 @@ def test_what_comes_back_after_its_continuation_went_has_slots_of_its_own(
 ) -> None:
     world = World(replace(setup, swap=1 << 20))
     tokens = finished(world)
-    req, contents = restorable(world, tokens)
-    swapped = swapped_of(req)
-    assert swapped is not None
+    req, swapped, contents = restorable(world, tokens)
     length = swapped.length
     [one] = world.allocator.continuations
     world.tree.evict(EvictParams(num_tokens=one.counted.owned if gone == "all" else setup.page))

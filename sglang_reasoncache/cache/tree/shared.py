@@ -140,8 +140,8 @@ class SharedRadixCache(SwapsOut):
         if prefix is None:
             return result
         allocator = self.token_to_kv_pool_allocator
-        prefix.again = allocator.repairs.choose(params.req, prefix, self.owner.ranks)
         req = params.req
+        prefix.again = allocator.repairs.choose(req, prefix, self.owner.ranks)
         tokens = len(req.origin_input_ids) + len(req.output_ids)
         wanted = tokens + len(prefix.again) + self._output_of(req)
         if wanted > allocator.size_full:
@@ -151,8 +151,7 @@ class SharedRadixCache(SwapsOut):
         if prefix.kept <= result.device_prefix_len:
             return result
         allocator.has_shifted_slots = True
-        nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
-        return result._replace(device_prefix_len=prefix.kept, **nodes)
+        return result._replace(device_prefix_len=prefix.kept, **_nodes(prefix))
 
     def _output_of(self, req: Request) -> int:
         """The most slots that SGLang reserves for the output of a request, and for what pages round up."""
@@ -166,12 +165,10 @@ class SharedRadixCache(SwapsOut):
         if isinstance(prefix, Restored):
             root = self.root_node_handle(req.extra_key)
             node = prefix.node
+            path = self.tree_core.collect_full_device_indices(int(node), root)
+            held = path[: req.prefix_len - len(prefix.slots)]
             if isinstance(node, Continued):
-                path = self.tree_core.collect_full_device_indices(int(node), root)
                 held = node.slots(path)
-            else:
-                path = self.tree_core.collect_full_device_indices(node, root)
-                held = path[: req.prefix_len - len(prefix.slots)]
             slots = torch.cat((held, prefix.slots))
             assert len(slots) == req.prefix_len, (len(slots), req.prefix_len)
             if self.is_swa_enabled and prefix.in_window < len(prefix.slots):
@@ -295,15 +292,19 @@ def _is_as_exact(first: int | None, before: int | None) -> bool:
 
 def _ending_in(result: Any, prefix: Continued) -> Any:
     """SGLang's ``result`` of a match, with ``prefix`` in the place of what the core matched."""
-    nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
     return result._replace(
         device_prefix_len=prefix.length,
         host_hit_length=0,
         swa_host_hit_length=0,
         swa_branching_seqlen=None,
         mamba_branching_seqlen=None,
-        **nodes,
+        **_nodes(prefix),
     )
+
+
+def _nodes(prefix: Continued | Composition) -> dict[str, Any]:
+    """The fields of SGLang's result of a match that hold nodes."""
+    return dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
 
 
 def _digests_of(params: Any) -> dict[int, bytes] | None:

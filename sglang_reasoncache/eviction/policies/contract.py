@@ -86,7 +86,11 @@ class View:
     @property
     def evictable(self) -> tuple[int, int]:
         """The first position that may be evicted, and the first behind them that may not."""
-        return self.owned, (self.written - 1) // self.page * self.page
+        return self.owned, self._end(1)
+
+    def _end(self, recent: int) -> int:
+        """Where the newest ``recent`` positions, at least one, begin, in whole pages."""
+        return (self.written - max(recent, 1)) // self.page * self.page
 
     def candidates(self, recent: int = 1) -> np.ndarray:
         """int64, ascending: positions that may be evicted, in whole pages.
@@ -95,9 +99,7 @@ class View:
         newest one always is, because SGLang reads its slot when it allocates the next slot. A position that
         shares its slot with a position that stays is left out, because evicting it would free nothing.
         """
-        first, end = self.evictable
-        end = min(end, (self.written - max(recent, 1)) // self.page * self.page)
-        low, high = np.searchsorted(self.held, (first, end))
+        low, high = np.searchsorted(self.held, (self.owned, self._end(recent)))
         group = self.first_readers // self.page
         stays = np.concatenate((group[:low], group[high:]))
         return self.held[low:high][~np.isin(group[low:high], stays)]
