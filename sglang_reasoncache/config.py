@@ -157,16 +157,18 @@ class ReasonCacheConfig:
         "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
         "the machine's GPUs or, if there are more, the server's ranks on it. On a GPU the memory is pinned, "
         "and PyTorch may keep as much again of it for later copies. "
-        "Has no effect, and the log says why, with latent attention whose prefills SGLang's kernels run, a "
-        "window pool of a few windows, a host tier, or a policy that evicts. On a decode server of a PD pair: "
-        "the memory for requests that SGLang's host pool for retractions has no room for.",
+        "Has no effect, and the log says why, with latent attention whose prefills cannot rotate keys "
+        "(models not built as DeepSeek V2 is; docs/kernels.md), a window pool of a few windows, a host tier, "
+        "or a policy that evicts. On a decode server of a PD pair: the memory for requests that "
+        "SGLang's host pool for retractions has no room for.",
         bounds=(0, 1_000_000),
     )
     aliased_nodes: bool = _setting(
         True,
         "Keep what a finished response shared in the prefix cache, for prompts that go on with it. false: only "
         "up to its first shared token. Has no effect, and the log says why, with latent attention whose "
-        "prefills SGLang's kernels run, a policy that evicts, state layers in some cases (docs/agents.md), or "
+        "prefills cannot rotate keys (see host_swap_gb), a policy that evicts, state layers in "
+        "some cases (docs/agents.md), or "
         "on a decode server of a PD pair.",
     )
     documents: str = _setting(

@@ -17,6 +17,14 @@ from sglang_reasoncache.cache.references import named_pages
 Namespace = tuple[str | None, str | None]
 
 
+def _first(array: np.ndarray, length: int) -> np.ndarray:
+    """The first ``length`` elements, copied if they are less than half of what they are a view of."""
+    first = array[:length]
+    return (
+        first.copy() if first.base is not None and first.base.nbytes > 2 * first.nbytes else first
+    )
+
+
 class Path(NamedTuple):
     """A path of the tree that a continuation goes on with. ``digest``: of its tokens. ``node``: SGLang's id of
     the node where it ends."""
@@ -106,10 +114,13 @@ class Continuation:
         self._pin()
 
     def keep(self, length: int) -> None:
-        """Keep only the first ``length`` tokens."""
-        self.tokens = self.tokens[:length]
+        """Keep only the first ``length`` tokens. What was evicted must not stay in memory: sessions keep
+        requests that ended, and these keep what they read."""
+        self.tokens = _first(self.tokens, length)
+        self.known = _first(self.known, length)
         self.slots = self.slots[:length]
-        self.known = self.known[:length]
+        if self.slots.untyped_storage().nbytes() > 2 * self.slots.nbytes:
+            self.slots = self.slots.clone()
         self.exact = min(self.exact, length)
         self.counted = self._count(length)
 

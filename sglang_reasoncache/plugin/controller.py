@@ -20,6 +20,7 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import takes_part
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.plugin.beams import Beams
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.headroom import LEAST, Shortage
@@ -75,7 +76,7 @@ class Controller:
         self._tokens_a_step = 0
         self._is_active = self.config.is_active
         self._holds = False
-        self._has_beams = False
+        self._beams = Beams()
         with self.containment:
             self.report.publish()
 
@@ -127,14 +128,14 @@ class Controller:
         least = 0
         if self._is_active and self.report.disabled is None:
             least = self.containment.least(lambda: self.pipeline.ledger.slots)
-        if not self.learns or self.report.disabled is not None or self._has_beams:
+        if not self.learns or self.report.disabled is not None or self._beams:
             return NOTHING_PROMISED
         kept = 1.0 - self.config.admission_credit
         return Promise(shareable=least, ahead=self.shortage.headroom.ahead, kept=kept)
 
     def before_prefill(self, reqs: Sequence[Request], rows: torch.Tensor) -> None:
         """Requests are about to be prefilled. ``rows``: int64 ``[requests]``, the index of each one's row."""
-        self._has_beams = self._has_beams or any(req.beam_group is not None for req in reqs)
+        self._beams.begin(reqs)
         selection = self.report.selection
         if selection is not None:
             selection.admit(rows, [not takes_part(req) for req in reqs])
@@ -319,7 +320,6 @@ class Controller:
         Hand new tokens to the filter, whose results a later poll takes. Then have policies evict positions."""
         self.pipeline.advance()
         running = [(req, self.records.born(req)) for req in reqs if is_running(req)]
-        self._has_beams = any(req.beam_group is not None for req in reqs)
         logical = 0
         for req, record in running:
             if record.row is None:

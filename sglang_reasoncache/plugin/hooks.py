@@ -37,7 +37,7 @@ def install() -> None:
         "prefill_done": _contained(_after_prefill, _after_prefill_unshared),
         "count_uncached": _contained(_after_count_uncached),
         "decode_log_parts": _contained(_after_decode_log_parts, _after_decode_log_parts),
-        "prefill_ready": _contained(_after_prefill_ready),
+        "prefill_ready": _contained(_after_prefill_ready, _after_prefill_ready_unshared),
         "retracted": _contained(_after_retracted, _after_retracted),
         "make_abort": _contained(_after_make_abort),
     }
@@ -277,6 +277,10 @@ def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleB
         controller.containment.together(repairs.prepare, batch, controller.ranks)
 
 
+def _after_prefill_ready_unshared(unshared: Unshared, _result: None, batch: ScheduleBatch) -> None:
+    unshared.before_prefill(batch.reqs)
+
+
 def _after_prealloc(_result: Any, _queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """On the decode server of a PD pair, when a request gets slots, before the other server is told of them.
     Even if the plugin has failed: keys that are shared must be read right."""
@@ -352,6 +356,8 @@ def _after_retracted(
     for req in (*retracted, *ended):
         length = len(req.origin_input_ids) + len(req.output_ids)
         owner.shortage.headroom.lost(length, copied_of(req))
+    for req in ended:
+        owner.dropped(req.cache_request_handle)
 
 
 def _admit_again(processor: Any, yes: bool) -> None:

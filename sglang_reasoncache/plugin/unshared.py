@@ -6,14 +6,16 @@ Allocator, prefix cache and attention stay SGLang's own, and no KV is touched.""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED, NoOwner, Promise
-from sglang_reasoncache.compat.types import PrefixTree, TreeCacheBuildContext
+from sglang_reasoncache.compat.types import PrefixTree, Request, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
+from sglang_reasoncache.plugin.beams import Beams
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.disaggregation import PreallocAdmission
 from sglang_reasoncache.plugin.report import GAUGES, SharingMetrics
@@ -50,6 +52,7 @@ class Unshared(NoOwner):
         self._reason = reason
         self._dp_rank = dp_rank
         self._stats = SharingStats()
+        self._beams = Beams()
         self._metrics: SharingMetrics | None = None
         if not config.is_active:
             # The settings would share nothing anyway.
@@ -90,14 +93,19 @@ class Unshared(NoOwner):
         return self.shortage.steps
 
     def promise(self) -> Promise:
-        """The learned reserve."""
-        if self.disabled or not self._config.is_active:
+        """The learned reserve. While beams run, which SGLang ends if slots are missing, admission is SGLang's
+        own."""
+        if self.disabled or not self._config.is_active or self._beams:
             return NOTHING_PROMISED
         kept = 1.0 - self._config.admission_credit
         return Promise(shareable=0, ahead=self.shortage.headroom.ahead, kept=kept)
 
     def request_waits(self, again: bool) -> None:
         self.shortage.request_waits(again)
+
+    def before_prefill(self, reqs: Sequence[Request]) -> None:
+        """Requests are about to be prefilled."""
+        self._beams.begin(reqs)
 
     def after_decode(self, tokens: int) -> None:
         """Count a decode step that gave ``tokens`` tokens."""

@@ -60,7 +60,7 @@ class SchedulingMachine(GroupMachine):
     computed in part; SGLang computes one such prompt at a time."""
 
     rows = MOST_RUNNING + 1
-    passes = chunks = put_off = on_promise = preempted = failed = restored = 0
+    passes = chunks = put_off = on_promise = preempted = failed = restored = by_itself = 0
 
     def __init__(self, setup: Setup, engine: FilterProcess) -> None:
         super().__init__(setup, engine)
@@ -124,6 +124,36 @@ class SchedulingMachine(GroupMachine):
         if ends and self.running:
             self.end(pick, ("finish", "abort", "retract")[pick % 3])
         self.schedule(chunk, 0.0, False, 0, 8)
+
+    @precondition(lambda self: len(self.waiting) < 8)
+    @rule(
+        pick=PICK, keep=st.integers(0, 12), repeats=st.booleans(), chunk=CHUNKS, left=st.integers(0, 12),
+        how=st.sampled_from(("finish", "abort", "retract", None, None, None)),
+    )  # fmt: skip
+    def be_alone(
+        self, pick: int, keep: int, repeats: bool, chunk: int, left: int, how: str | None
+    ) -> None:
+        """If ``how``, all others leave. A request that needs nearly the whole pool arrives, often one that goes
+        on with a finished response, and must be admitted."""
+        if how is None:
+            return
+        self.names += 1
+        output = 4
+        room = min(MAX_CONTEXT - 12, self.world.total - output - 2 * self.world.page) - left
+        tokens, salt = self.said[-1 - pick % min(4, len(self.said))] if self.said else ([], None)
+        if not repeats:
+            tokens = tokens[: max(len(tokens) - 8 * keep, 0)]
+        tokens = [*tokens, *[100 + self.names] * room][:room]
+        req = self.world.request(str(self.names), tokens, False, salt)
+        req.sampling_params.max_new_tokens = output
+        req.priority = 4
+        self.waiting.insert(0, req)
+        if self.chunked is not None:
+            self.abort_chunked()
+        while self.running:
+            self.end(0, how)
+        self.schedule(chunk, 0.0, False, pick, 2)
+        type(self).by_itself += req.kv.holds_kv or req not in self.waiting
 
     @property
     def promise(self) -> int:
@@ -189,6 +219,8 @@ class SchedulingMachine(GroupMachine):
         self.running = list(adder.running_batch.reqs)
         self.waiting = [req for req in self.waiting if req not in admitted] + adder.preempt_list
         if not admitted:
+            alone = not (self.running or self.chunked) and bool(self.waiting)
+            assert not (alone and self._fits(self.waiting[0])), "waits for ever"
             return None
         assert not (adder.new_chunked_req and self.chunked), "two prompts in chunks"
         assert self.chunked is None or self.chunked in admitted, "counted as computed, but put off"
@@ -203,6 +235,19 @@ class SchedulingMachine(GroupMachine):
                 req.output_ids.append(PHRASES[0][0])
                 self.running.append(req)
         return admitted
+
+    def _fits(self, req: Req) -> bool:
+        """Whether stock SGLang admits a request while no other runs."""
+        output = req.sampling_params.max_new_tokens - len(req.output_ids)
+        needed = len(req.full_untruncated_fill_ids) + max(output, 0) + 2 * self.world.page
+        return needed <= self.world.total
+
+    def _make_room(self) -> None:
+        if len(self.running) == 1 and self.chunked is None:
+            written = self.running[0].kv.kv_committed_len + self.world.page
+            there = written > self.world.total or self.world.can_decode(self.running)
+            assert there, "runs alone, and finds no slot"
+        super()._make_room()
 
     def _turned_away(self, req: Req) -> None:
         """A request was matched, and not admitted."""
@@ -307,7 +352,16 @@ def test_what_was_admitted_finds_its_slots(
 
         explore(machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
     record_property("operations", machine.operations)
-    names = ("passes", "chunks", "put_off", "on_promise", "preempted", "failed", "restored")
+    names = (
+        "passes",
+        "chunks",
+        "put_off",
+        "on_promise",
+        "preempted",
+        "failed",
+        "restored",
+        "by_itself",
+    )
     print(setup, counted(machine, *names, "continued", "across"))
     assert all_seen()
     assert setup.swap or not machine.restored

@@ -838,3 +838,19 @@ def test_what_borrowed_of_a_path_goes_before_it(setup: Setup) -> None:
     )
     world.abort(reader)
     world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS[:1], ids=str)
+def test_what_was_evicted_stays_in_nobodys_memory(setup: Setup) -> None:
+    """A session keeps its requests, and these what they read."""
+    world = World(setup)
+    finished(world)
+    (node,) = world.allocator.continuations
+    length = len(node)
+    for kept in (length - 1, length // 2, 3, 0):
+        node.keep(kept)
+        held = [node.slots.untyped_storage().nbytes() / node.slots.element_size()]
+        held += [
+            len(each if each.base is None else each.base) for each in (node.tokens, node.known)
+        ]
+        assert max(held) <= max(2 * kept, length * (kept > length // 2))

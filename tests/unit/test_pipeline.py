@@ -9,18 +9,20 @@ import threading
 from typing import Any
 
 import pytest
-from sglang.srt.managers.schedule_batch import Req, release_req
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, release_req
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.plugin import hooks
-from sglang_reasoncache.sharing.request import record_of
+from sglang_reasoncache.sharing.request import known_record, record_of
 from sglang_reasoncache.sharing.rules import Rules
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.eviction.rows import steps
-from tests.property.world import Pair, Setup, SlowMeter, World
+from tests.property.world import PROMPT, Pair, Setup, SlowMeter, World
 
 SETUP = Setup(page=1, block=4, slots=120)
 
@@ -452,3 +454,32 @@ def test_retractions_raise_the_reserve_and_output_lowers_it() -> None:
     assert raised > lowered
     controller.flushed()
     assert controller.promise().ahead == raised, "trainers flush at each step"
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_while_beams_run_admission_is_sglangs(shares: bool) -> None:
+    """SGLang ends beams that find no slots. Also between two chunks of a beam's prompt, while others decode."""
+    world = World(SETUPS[0])
+    controller = world.controller
+    controller._is_active = shares
+    other = world.start()
+    beam = world.request("beam", PROMPT)
+    beam.beam_group = object()
+    controller.before_prefill([beam], torch.zeros(1, dtype=torch.int64))
+    for _ in range(3):
+        controller.after_decode([other])
+        assert controller.promise() is NOTHING_PROMISED
+    beam.finished_reason = FINISH_LENGTH(4)
+    assert controller.promise() is not NOTHING_PROMISED
+
+
+def test_what_sglang_ends_instead_of_retracting_leaves_the_filter() -> None:
+    """Somebody may keep the request, such as a session, so that it is not garbage-collected."""
+    world = World(SETUPS[0])
+    req = world.start()
+    record = known_record(req)
+    assert record.followed is not None
+    world.retract(req)
+    assert record.followed.id not in world.engine.closed
+    hooks._after_retracted(world.controller, ([], 0.5, [req]), None)  # type: ignore[arg-type]
+    assert record.followed.id in world.engine.closed

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPoo
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin import disaggregation, hooks
@@ -46,9 +47,18 @@ class _Tree:
 TREE: Any = _Tree()
 
 
+class _Beam(SimpleNamespace):
+    """A request with beams."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def request(tokens: int, backup: object = None) -> Any:
     return SimpleNamespace(
-        origin_input_ids=[0] * tokens, output_ids=[], kv=SimpleNamespace(retraction_backup=backup)
+        beam_group=None,
+        origin_input_ids=[0] * tokens,
+        output_ids=[],
+        kv=SimpleNamespace(retraction_backup=backup),
     )
 
 
@@ -192,3 +202,19 @@ def test_a_decode_server_admits_by_it() -> None:
     """On the decode server of a PD pair SGLang's own allocator saves nothing."""
     queue: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator())
     assert disaggregation._without_saved(queue, 5) == 5
+
+
+def test_while_beams_run_admission_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = TokenToKVPoolAllocator(
+        64, dtype=torch.float32, device="cpu", kvcache=None, need_sort=False
+    )
+    unshared = Unshared(ReasonCacheConfig(host_swap_gb=0), stock, "the test's reason")
+    ended: list[bool] = []
+    beam = _Beam(beam_group=object(), finished=lambda: bool(ended))
+    monkeypatch.setattr(hooks, "_unshared", unshared)
+    hooks._contained(hooks._after_prefill_ready, hooks._after_prefill_ready_unshared)(
+        None, SimpleNamespace(reqs=[request(8), beam])
+    )
+    assert unshared.promise() is NOTHING_PROMISED
+    ended.append(True)
+    assert unshared.promise().ahead > 0
