@@ -626,13 +626,13 @@ def explore(
     machine: Any, quick: int, setups: int, rate: int, seen: Callable[[], bool] = lambda: True
 ) -> None:
     """Runs examples until ``machine.operations`` reaches one setup's part of REASONCACHE_PROPERTY_OPERATIONS,
-    or of ``quick`` if that variable is unset. Then goes on while ``seen()`` is false, up to three times as far:
+    or of ``quick`` if that variable is unset. Then goes on while ``seen()`` is false, up to eight times as far:
     it tells whether what is rare has happened. ``rate``: about how many operations a rule adds."""
     requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
     wanted = (requested or quick) // setups
     steps, most = (150, 200) if requested else (60, 10)
     torch.set_num_threads(1)
-    while (done := machine.operations) < wanted or (not seen() and done < 3 * wanted):
+    while (done := machine.operations) < wanted or (not seen() and done < 8 * wanted):
         # If ``requested`` is 0, all test runs use the same examples, otherwise examples are random. A seed gets
         # few examples, because examples of one seed resemble each other.
         # Python collects a dropped request some time later, and the filter forgets it only then. So an example

@@ -106,11 +106,16 @@ class SchedulingMachine(GroupMachine):
             self._pass(16, 0.1, False)
         return req in self.running
 
-    @precondition(lambda self: self.promise > 0 and self.chunked is None)
+    @precondition(lambda self: self.running and self.chunked is None)
     @rule(part=st.sampled_from((0.3, 0.6, 0.9)), chunk=CHUNKS, ends=st.booleans(), pick=PICK)
     def arrive_and_rely(self, part: float, chunk: int, ends: bool, pick: int) -> None:
-        """A prompt arrives that fits only if blocks of the ledger share. Often a request whose blocks are in
-        the ledger leaves once the first chunk is computed."""
+        """Requests repeat a phrase while there is room. Then a prompt arrives that fits only if their blocks
+        share. Often a request whose blocks are in the ledger leaves once the first chunk is computed."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.world.controller, "room", lambda: self.world.total)
+            self._decode([pick], 16)
+        if not self.promise:
+            return
         there = self.world.allocator.available_size() + self.world.tree.evictable_size()
         length = min(there + int(part * self.promise), MAX_CONTEXT - 20)
         self.names += 1
