@@ -15,7 +15,7 @@ from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.held import KeySource
-from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View, whole
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS, BETWEEN_POLLS, Evictor, runs
 from sglang_reasoncache.eviction.row_state import (
     Decision,
@@ -171,6 +171,12 @@ class EvictionController:
             raise ValueError(
                 f"policy {name}: candidates() needs held positions from {low} to {high - 1}, got others"
             )
+        # The others free nothing: a position that stays reads the same slot or page.
+        candidates = view.held[
+            whole(np.isin(view.held, candidates), view.first_readers, self._page)
+        ]
+        if not len(candidates):
+            return None
         self._stats.eviction_decisions += 1
         scores = self._scores(name, policy, req, state, view)
         return Decision(view, candidates, scores, excess if most is None else min(excess, most))
@@ -261,10 +267,7 @@ class EvictionController:
         if self._page > 1:
             held = known.held(written)
             first, _ = known.first_readers(held, self._page)
-            # By page, because the newest page, which stays, has no positions yet at some places.
-            group = first // self._page
-            goes = np.isin(held, positions)
-            positions = held[goes & ~np.isin(group, group[~goes])]
+            positions = held[whole(np.isin(held, positions), first, self._page)]
         if not len(positions):
             return 0
         rows = self._rows.req_to_token

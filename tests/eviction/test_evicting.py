@@ -85,6 +85,41 @@ def test_a_policy_that_breaks_the_contract_frees_no_slot_of_others(
     steps(world, req, count=3)
 
 
+@dataclasses.dataclass(frozen=True)
+class Half(StreamingLLM):
+    """Names three positions of four."""
+
+    def candidates(self, view: View) -> np.ndarray:
+        mine = super().candidates(view)
+        return mine[mine % 4 != 0]
+
+
+def test_pages_named_in_part_stay() -> None:
+    world, req = begun(PAGED, Half(budget=16, slack=0, recent=1))
+    steps(world, req, count=12)
+    assert world.controller.report.disabled is None and evicted(world, req) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Second(StreamingLLM):
+    """Names positions from 18 to 27."""
+
+    def candidates(self, view: View) -> np.ndarray:
+        mine = super().candidates(view)
+        return mine[(mine >= 18) & (mine < 28)]
+
+
+def test_a_position_that_shares_with_one_that_stays_is_not_evicted() -> None:
+    world = world_of(SINGLE, Second(budget=WRITTEN + 2, slack=0, recent=1))
+    req = world.start()
+    world.propose(req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 4
+    steps(world, req, count=24)
+    assert evicted(world, req) == [18, 19, 24, 25, 26, 27]
+    stats = world.controller.stats.eviction
+    assert stats.positions_evicted == stats.slots_freed_by_eviction
+
+
 def test_policies_are_described_with_their_options() -> None:
     world = world_of(SINGLE, StreamingLLM(budget=10_000, when="short"))
     [options] = world.controller.describe()["evictors"]

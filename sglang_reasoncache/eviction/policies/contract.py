@@ -100,9 +100,9 @@ class View:
         shares its slot with a position that stays is left out, because evicting it would free nothing.
         """
         low, high = np.searchsorted(self.held, (self.owned, self._end(recent)))
-        group = self.first_readers // self.page
-        stays = np.concatenate((group[:low], group[high:]))
-        return self.held[low:high][~np.isin(group[low:high], stays)]
+        named = np.zeros(len(self.held), dtype=bool)
+        named[low:high] = True
+        return self.held[whole(named, self.first_readers, self.page)]
 
     def mean(self, score: Callable[[Layer], torch.Tensor]) -> torch.Tensor:
         """fp32 ``[held]``: mean of ``score`` over this rank's layers and heads. ``score`` maps a layer to
@@ -118,3 +118,19 @@ class NamedPolicy(NamedTuple):
 
     name: str
     policy: Evictor
+
+
+def whole(named: np.ndarray, first: np.ndarray, page: int) -> np.ndarray:
+    """Which positions can be evicted if only ``named`` ones may go: those of pages whose readers are all named.
+
+    Args:
+        named: bool ``[held]``.
+        first: int ``[held]``, see :attr:`View.first_readers`.
+        page: Number of positions in a page.
+
+    Returns:
+        bool ``[held]``.
+    """
+    # By page, because the newest page, which stays, has no positions yet at some places.
+    group = first // page
+    return named & ~np.isin(group, group[~named])
