@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests replays: a server repeats recorded responses exactly, even if it retracts their requests."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from eval.tasks.harness import EvalTask, Source, TaskError
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
 from tests.eval.peer import ask_all, write_rows
+
+#: Loads stand-ins for SGLang's operations on drafted tokens.
+SPECULATING = str(Path(__file__).parents[1] / "server" / "speculating")
 
 
 @pytest.fixture(scope="module")
@@ -106,22 +110,31 @@ def test_the_model_spells(
     assert config.max_position_embeddings == CONTEXT_LENGTH
 
 
+NGRAMS = "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6 --speculative-ngram-max-bfs-breadth"
+
+
 @pytest.mark.server
 @pytest.mark.long
-def test_replay_over_retractions(recorded: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "drafts", ["", f"{NGRAMS} 1", f"{NGRAMS} 4"], ids=["none", "chains", "trees"]
+)
+def test_replay_over_retractions(recorded: Path, tmp_path: Path, drafts: str) -> None:
+    """A server that drafts verifies against the record: it accepts drafts, and the text stays the same."""
     task = load(recorded)
-    flags = [*task.server_flags, "--enable-reasoncache", *EMBEDDED_FLAGS]
+    flags = [*task.server_flags, "--enable-reasoncache", *EMBEDDED_FLAGS, *drafts.split()]
     flags += ["--max-total-tokens", "2000"]
     requests = [
         Request(p.id, p.messages[0]["content"], {**p.body, "max_tokens": p.max_tokens})
         for p in task.problems
     ]
-    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64"}
+    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64", "PYTHONPATH": SPECULATING}
     with ServerProcess(CHECKPOINT, flags=flags, env=env, log_path=tmp_path / "log") as server:
         responses = ask_all(server.url, MODEL_NAME, requests)
         totals = server.get("/reasoncache").json()["schedulers"][0]["totals"]
-        thrown_out = retractions(server.log_text())
+        log = server.log_text()
     assert [row.error for row in responses] == [None] * len(requests)
     assert all(reproduced(task, {row.problem_id: row.text for row in responses}).values())
-    assert thrown_out > 0
+    assert retractions(log) > 0
     assert totals["final_saving_ratio"] > 0.05
+    accepted = [float(length) for length in re.findall(r"accept len: ([0-9.]+)", log)]
+    assert max(accepted, default=1.0) > 1.5 if drafts else not accepted
