@@ -19,6 +19,8 @@ given as `{SET} key=value,key=value`, which may be repeated.
 - A launcher that makes `ServerArgs` itself (verl, slime, AReaL, `Engine(server_args=...)`) switches the
   plugin on with the environment variable `{WORDS_ENV}`, which holds the words of a command line:
   `{WORDS_ENV}="--enable-reasoncache --reasoncache-when always"`. Flags and keywords win over it.
+- `REASONCACHE_CACHE_DIR` is the folder of the libraries that are built at the first start, by default
+  `sglang-reasoncache` in `XDG_CACHE_HOME` or `~/.cache`.
 """
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Depends, HTTPException, Request
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.plugin.build import build
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
@@ -71,11 +72,15 @@ def answer(controller: Controller | Unshared, path: str) -> dict[str, Any] | Non
 
 
 async def _totals() -> dict[str, Any]:
-    return {"schedulers": await _schedulers(TOTALS)}
+    return _answered(await _schedulers(TOTALS))
 
 
 async def _details(blocks: bool = True) -> dict[str, Any]:
-    return {"schedulers": await _schedulers(DETAILS if blocks else BRIEF)}
+    return _answered(await _schedulers(DETAILS if blocks else BRIEF))
+
+
+def _answered(schedulers: list[Any]) -> dict[str, Any]:
+    return {"build": build(), "schedulers": schedulers}
 
 
 async def _response(rid: str) -> dict[str, Any]:

@@ -3,14 +3,10 @@
 
 import dataclasses
 import functools
-import hashlib
 import logging
 import math
-import platform
 import zlib
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +36,7 @@ from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.assemble import assemble, room_of
+from sglang_reasoncache.plugin.build import build
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.disaggregation import PreallocAdmission, states_run_ahead
 from sglang_reasoncache.plugin.report import SharingMetrics
@@ -517,21 +514,6 @@ def check_build(config: ReasonCacheConfig) -> None:
     if not ranks.alone:
         check_alike(ranks, {"build": build()})
         check_alike(ranks, {**config.to_dict(), "host_swap_gb": config.host_swap_gb != 0})
-
-
-def build() -> str:
-    """Names what runs here: a digest of this package's Python sources, if they are files, and the versions of
-    Python and of the packages that ranks decide by. Ranks with equal builds and settings decide alike."""
-    sources = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(path for path in sources.rglob("*.py") if path.is_file()):
-        text = path.read_bytes().replace(b"\r\n", b"\n")
-        digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + text)
-    packages = "numpy", "torch", "sglang", "transformers", "tokenizers"
-    versions = [f"{name} {version(name)}" for name in packages]
-    return (
-        f"{digest.hexdigest()[:12]} with Python {platform.python_version()}, {', '.join(versions)}"
-    )
 
 
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import sglang
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -124,7 +125,9 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
     # Of equal blocks, the older one reads the slots of the newest.
     assert all(dst + length <= src for _, dst, src, length in entry["blocks"])
-    [short] = server.get("/reasoncache").json()["schedulers"]
+    answer = server.get("/reasoncache").json()
+    [short] = answer["schedulers"]
+    assert f"sglang {sglang.__version__}" in answer["build"]
     [state] = server.get("/server_info").json()["internal_states"]
     for told in (short, state["reasoncache"]):
         assert told.keys() == seen.keys() - {"recent"}
