@@ -206,8 +206,11 @@ class ReasonCacheConfig:
         "(counted as steps_shed).",
         bounds=(1, 1_000_000),
     )
-    max_step_tokens: int = _setting(
-        1024, "A reasoning step is cut after this number of tokens.", bounds=(16, 65_536)
+    max_step_tokens: int | None = _setting(
+        None,
+        "A reasoning step is cut after this number of tokens. If unset, after 128 with match=runs, after 1024 "
+        "otherwise, or after block if that is more.",
+        bounds=(16, 65_536),
     )
     max_history_steps: int = _setting(
         2048, "A step is compared with at most this many earlier steps.", bounds=(1, 1_000_000)
@@ -230,7 +233,7 @@ class ReasonCacheConfig:
         for name, most in (("block", "max_step_tokens"), ("tau_soft", "tau_strict")):
             value = getattr(self, name)
             bound = getattr(self, most)
-            if value > bound:
+            if bound is not None and value > bound:
                 raise ConfigError(name, f"at most {most} ({bound})", value)
 
         try:

@@ -47,6 +47,9 @@ _TOKENS_A_WORD = 2
 _PLACES = (
     "north gate,harbour office,east tower,glass house,old library,boat shed,clock room,wine cellar"
 )
+_PEOPLE = (
+    "Anna Berg,Omar Haddad,Lucy Chen,Pavel Novak,Maria Silva,Jonas Weber,Grace Okoye,Ivan Petrov"
+)
 _FACTS = {
     "The access code of the old library is {}.": "What is the access code of the old library?",
     "The night train to Lisbon has the number {}.": "What number does the night train have?",
@@ -72,11 +75,13 @@ class Options:
     )
     tasks: tuple[str, ...] = option(
         ("distinct", "rivals", "few-shot", "repeat"),
-        "questions: for facts of several kinds or of one, for labels, for the documents' words",
+        "questions: for facts of several kinds or of one, for labels, for the documents' words; also "
+        "two-hop, whose answers need facts of two documents",
     )
     model: Path = option(MODEL, "folder of the model that answers, without a server")
     words: int = option(150, "fewest words of a document", least=20)
     threads: int = option(2, "threads of PyTorch, without a server", least=1)
+    dtype: str = option("float32", "data type of weights and KV, without a server")
     arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
 
@@ -95,6 +100,7 @@ class Tasks:
 
     def rows(self, task: str, count: int) -> Iterator[dict[str, Any]]:
         make = {"distinct": self.distinct, "rivals": self.rivals, "few-shot": self.few_shot}
+        make |= {"two-hop": self.two_hop}
         for number in range(-(-count // _QUESTIONS)):
             documents, questions = make.get(task, self.repeat)()
             system = _SYSTEM if task != "few-shot" else "Label the last word as in the examples."
@@ -112,6 +118,31 @@ class Tasks:
         places = self._random.sample(_PLACES.split(","), _SET)
         codes = [f"he access code of the {place}" for place in places]
         return self._with_facts({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
+
+    def two_hop(self) -> Drawn:
+        """Each document states who keeps a place, and the code of a person who keeps another document's place.
+        Questions ask for the code of who keeps a place; answers name the person, then the code."""
+        places = self._random.sample(_PLACES.split(","), _SET)
+        people = self._random.sample(_PEOPLE.split(","), _SET)
+        codes = [str(self._random.randint(1000, 9999)) for _ in people]
+        shift = self._random.randrange(1, _SET)
+        documents = list[str]()
+        questions = list[tuple[str, str, str]]()
+        for i, place in enumerate(places):
+            other = (i + shift) % _SET
+            section = self._section()
+            for fact in (
+                f"The keeper of the {place} is {people[i]}.",
+                f"The access code of {people[other]} is {codes[other]}.",
+            ):
+                section.insert(self._random.randint(0, len(section)), fact)
+            documents.append(" ".join(section))
+            question = (
+                f"Who is the keeper of the {place}, and what is the access code of that person?"
+            )
+            answer = f" {people[i]}. The access code of {people[i]} is {codes[i]}"
+            questions.append((question, f"The keeper of the {place} is", answer))
+        return documents, questions
 
     def few_shot(self) -> Drawn:
         """Each document labels three words of each of two kinds; questions ask for another word's label."""
@@ -254,6 +285,7 @@ def work(options: Options) -> None:
         arms=options.arms,
         cap=cap,
         threads=options.threads,
+        dtype=options.dtype,
         out=path.with_name("gate.json"),
     )
     records = through_the_gate(gate) if rows else []

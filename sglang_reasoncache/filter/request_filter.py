@@ -63,7 +63,7 @@ class RequestFilter:
         history: StepIndex | None = None,
     ) -> None:
         self._span = span
-        self._segmenter = Segmenter(classes, config.max_step_tokens)
+        self._segmenter = Segmenter(classes, config.longest_step)
         self.position = start_position
         # Tokens of the open step; empty between two steps.
         self._open_tokens: list[int] = []

@@ -49,6 +49,11 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 }
 
 
+#: Where steps are cut by default (``max_step_tokens``): with ``match="runs"``, and otherwise.
+LONGEST_OF_RUNS = 128
+LONGEST_STEP = 1024
+
+
 @dataclass(frozen=True)
 class FilterConfig:
     """The settings of the filter. Except for ``align``, the defaults follow the ReasonCache paper.
@@ -73,9 +78,16 @@ class FilterConfig:
     min_run: int = 1
     block: int = 16
     align: AlignMode = "tokens"
-    max_step_tokens: int = 1024
+    max_step_tokens: int | None = None
     max_history_steps: int = 2048
     max_candidates: int = 4  # earlier steps with which one step may be paired
     max_blocks_per_step: int = 256  # block pairs proposed for one step, alternatives included
     random_ratio: float | None = None
     limits: Limits = field(default_factory=Limits)  # bounds for comparing formulas and code
+
+    @property
+    def longest_step(self) -> int:
+        """``max_step_tokens``, or its default. What finds equal runs compares what is new whenever a step ends,
+        and needs no whole steps."""
+        runs = self.match == "runs" and self.random_ratio is None
+        return self.max_step_tokens or max(LONGEST_OF_RUNS if runs else LONGEST_STEP, self.block)

@@ -43,7 +43,6 @@ from sglang_reasoncache.plugin.report import SharingMetrics
 from sglang_reasoncache.plugin.tokenizer import (
     markers_of,
     settle_vocabulary,
-    step_without_text,
     tokenizer_of,
 )
 from sglang_reasoncache.sharing.meter import BlockMeter
@@ -408,11 +407,8 @@ def _filter(
     # At page sizes above 1 alternatives are measured by the block.
     for length in {config.block, page} if page > 1 else {config.block}:
         meter.warm_up(length)
-    settings = filter_config(config)
-    if not vocabulary.pieces:
-        settings = dataclasses.replace(settings, max_step_tokens=step_without_text(config))
     return FilterProcess(
-        settings,
+        filter_config(config),
         vocabulary,
         None if markers is None else markers[:2],
         config.max_pending,

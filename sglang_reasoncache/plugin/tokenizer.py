@@ -8,7 +8,7 @@ from typing import Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.arguments import SET
 from sglang_reasoncache.compat.types import TreeCacheBuildContext
-from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
+from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
@@ -62,7 +62,7 @@ def settle_vocabulary(
             "reasoncache: %s; --enable-reasoncache finds equal runs by token ids alone and compares every %d "
             "tokens, because blank lines are unknown",
             why,
-            step_without_text(config),
+            filter_config(config).longest_step,
         )
         return resolved, Vocabulary(())
     name = "match" if config.random_ratio is None else "random_ratio"
@@ -73,11 +73,6 @@ def settle_vocabulary(
     )
     settings = dataclasses.replace(config, percentile=0)
     return dataclasses.replace(resolved, config=settings, uncorrected=why), Vocabulary(())
-
-
-def step_without_text(config: ReasonCacheConfig) -> int:
-    """After how many tokens the filter compares if blank lines are unknown. Steps are often that long."""
-    return min(config.max_step_tokens, 64)
 
 
 def markers_of(

@@ -13,6 +13,7 @@ import torch
 from eval import command
 from eval.bench import servers
 from eval.bench.attention_batch import RUN, SHARES, Shape, cached_positions, lay_rows
+from eval.bench.documents import Tasks
 from eval.bench.servers import AIME, BENCHES, LOOPING, MATH, SAMPLES, Options, gpu, work
 from eval.bench.turns import take_turns
 from eval.command import flags_of
@@ -47,6 +48,18 @@ def test_samples_of_a_question_have_one_prompt(traces: Path) -> None:
     assert sorted(rows["prompt"]) == ["0", "0", "1", "1"] and set(rows["max_tokens"]) == {1000}
     with pytest.raises(ValueError, match="no question has only responses of over 1000000 tokens"):
         servers.siblings(traces, size=10**6)
+
+
+def test_answers_of_two_hops_need_two_documents() -> None:
+    rows = [*Tasks(words=40, seed=1).rows("two-hop", 8)]
+    assert len({row["question"] for row in rows}) > 4
+    for row in rows:
+        person, code = row["answer"].removeprefix(" ").split(". The access code of ")
+        facts = f"{row['lead'].removeprefix('The ')} {person}.", f"he access code of {code}."
+        [keeper], [coded] = (
+            [i for i, text in enumerate(row["documents"]) if fact in text] for fact in facts
+        )
+        assert keeper != coded
 
 
 @pytest.mark.parametrize("bench", BENCHES)

@@ -43,12 +43,12 @@ def test_equal_runs_share_by_token_ids(tokenizer: Any, caplog: pytest.LogCapture
     (line,) = caplog.messages
     told = "there is no tokenizer" if tokenizer is None else "cannot read the tokens of _Unreadable"
     assert told in line and "--enable-reasoncache finds equal runs by token ids alone" in line
-    assert "compares every 64 tokens" in line
+    assert "compares every 128 tokens" in line
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1024, 64), (48, 48)])
+@pytest.mark.parametrize(("most", "expected"), [(None, 128), (48, 48)])
 def test_the_filter_then_compares_often(
-    most: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    most: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A passage that comes again is found once ``expected`` tokens of it are there."""
     resolved = _resolved(max_step_tokens=most, min_age=0, direction="oldest")
