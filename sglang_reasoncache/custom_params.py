@@ -109,8 +109,9 @@ class Documents:
 def documents_of(custom_params: object, length: int | None = None) -> Documents | None:
     """The documents that ``custom_params`` mark; None if they mark none.
 
-    A span is ``[start, end]`` in tokens, ``end`` excluded. Spans have no gaps between them and leave out the
-    prompt's last token, which SGLang always computes. ``length``: the prompt's number of tokens, None if
+    A span is ``[start, end]`` in tokens, ``end`` excluded; ``[start, end, start, end, ...]`` without inner
+    lists means the same. Spans have no gaps between them and leave out the prompt's last token, which SGLang
+    always computes. ``length``: the prompt's number of tokens, None if
     unknown. Raises ValueError for a wrong list, span, repair or base length; the message names the fault.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
@@ -118,6 +119,8 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     repair = custom.get(REPAIR_KEY, "none")
     if spans is None:
         return None
+    if isinstance(spans, list) and _is_flat(spans):
+        spans = [*zip(spans[::2], spans[1::2], strict=True)]
     if not isinstance(spans, Sequence) or isinstance(spans, str) or not 1 <= len(spans) <= MOST:
         got = f"{len(spans)} entries" if isinstance(spans, list) else _brief(spans)
         raise ValueError(f"custom_params: {KEY} must be a list of 1 to {MOST} spans, got {got}")
@@ -140,6 +143,12 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     except ValueError as error:
         message = f"custom_params: {REPAIR_KEY} must be {error}, got {_brief(repair)}"
         raise ValueError(message) from error
+
+
+def _is_flat(spans: list[Any]) -> bool:
+    """Whether ``spans`` holds bounds, start and end in turns."""
+    numbers = 1 <= len(spans) <= 2 * MOST and all(type(bound) is int for bound in spans)
+    return numbers and len(spans) % 2 == 0
 
 
 def most_behind(tokens: int) -> int:

@@ -22,4 +22,6 @@ class Beams:
         self._requests.update(req for req in reqs if req.beam_group is not None)
 
     def __bool__(self) -> bool:
-        return any(not req.finished() for req in self._requests)
+        # Python collects a group of beams some time later, on each rank at another time. So a request counts by
+        # what it holds: SGLang frees what it aborts, and says of some of these never that they are finished.
+        return any(not req.finished() and req.kv.holds_kv for req in self._requests)

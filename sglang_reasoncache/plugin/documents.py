@@ -201,6 +201,8 @@ async def _behind_documents(
         obj.routed_dp_rank = next(_ranks) % ranks
     documents = marks.documents_of(custom, _verified_length(manager, obj, prompt))
     assert documents is not None
+    # Without inner lists, which SGLang's msgpack between processes does not read (SGLANG_USE_PICKLE_IPC=0).
+    custom[marks.KEY] = [bound for span in documents.spans() for bound in span]
     several = len(documents.ends) > 1 and not obj.contains_mm_input()
     if several and marks.asked_of(custom).share:
         with waiting(manager, obj, request) as held:
@@ -321,7 +323,7 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
     # The operator may prefer another minimum.
     sampling |= {"max_new_tokens": 0, "min_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
-    alike = ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority")
+    alike = ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority", "routing_key")
     for name in (*alike, "stream", "background"):
         setattr(made, name, getattr(obj, name))
     has_short_id = isinstance(obj.rid, str) and len(obj.rid) <= _LONGEST_ID

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req, release_req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, release_req
+from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED
@@ -456,20 +457,27 @@ def test_retractions_raise_the_reserve_and_output_lowers_it() -> None:
     assert controller.promise().ahead == raised, "trainers flush at each step"
 
 
+@pytest.mark.parametrize("aborted", [True, False])
 @pytest.mark.parametrize("shares", [True, False])
-def test_while_beams_run_admission_is_sglangs(shares: bool) -> None:
+def test_while_beams_run_admission_is_sglangs(shares: bool, aborted: bool) -> None:
     """SGLang ends beams that find no slots. Also between two chunks of a beam's prompt, while others decode."""
     world = World(SETUPS[0])
     controller = world.controller
     controller._is_active = shares
     other = world.start()
     beam = world.request("beam", PROMPT)
+    world.respond(beam, range(100, 104))
     beam.beam_group = object()
     controller.before_prefill([beam], torch.zeros(1, dtype=torch.int64))
     for _ in range(3):
         controller.after_decode([other])
         assert controller.promise() is NOTHING_PROMISED
-    beam.finished_reason = FINISH_LENGTH(4)
+    if aborted:
+        # SGLang frees it, and never says that it is finished.
+        beam.to_finish = FINISH_ABORT("no slots")
+        release_kv_cache(beam, world.tree, checkpoint=False)
+    else:
+        beam.finished_reason = FINISH_LENGTH(4)
     assert controller.promise() is not NOTHING_PROMISED
 
 

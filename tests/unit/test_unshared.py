@@ -210,7 +210,9 @@ def test_while_beams_run_admission_is_sglangs(monkeypatch: pytest.MonkeyPatch) -
     )
     unshared = Unshared(ReasonCacheConfig(host_swap_gb=0), stock, "the test's reason")
     ended: list[bool] = []
-    beam = _Beam(beam_group=object(), finished=lambda: bool(ended))
+    beam = _Beam(
+        beam_group=object(), finished=lambda: bool(ended), kv=SimpleNamespace(holds_kv=True)
+    )
     monkeypatch.setattr(hooks, "_unshared", unshared)
     hooks._contained(hooks._after_prefill_ready, hooks._after_prefill_ready_unshared)(
         None, SimpleNamespace(reqs=[request(8), beam])

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from fastapi import HTTPException
-from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers import io_struct, tokenizer_manager
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
@@ -25,6 +25,7 @@ from sglang.srt.server_args import PortArgs
 
 from sglang_reasoncache.compat.carriers import CONFIG
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.custom_params import documents_of
 from sglang_reasoncache.plugin import documents, waiting
 
 #: Spans of three documents behind a base of four tokens.
@@ -121,9 +122,12 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-def _obj(rid: Any = "mine", marked: bool = True, n: int = 1, **options: Any) -> Any:
+def _obj(
+    rid: Any = "mine", marked: bool = True, n: int = 1, repair: str = "none", **options: Any
+) -> Any:
     sampling: dict[str, Any] = {"max_new_tokens": 8, "n": n}
-    sampling |= {"custom_params": {"documents": SPANS}} if marked else {}
+    custom = {"documents": SPANS, "documents_repair": repair}
+    sampling |= {"custom_params": custom} if marked else {}
     return GenerateReqInput(input_ids=PROMPT, rid=rid, sampling_params=sampling, **options)
 
 
@@ -160,6 +164,32 @@ def test_documents_first_then_the_request(run: Any) -> None:
         await manager.finish("mine")
         [answer] = await task
         assert not _is_abort(answer) and len(manager.sent) == 1 + len(SPANS)
+
+    run(test)
+
+
+def test_schedulers_can_read_what_is_sent(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In SGLang's messages (``SGLANG_USE_PICKLE_IPC=0``), which have no lists of lists; where SGLang sorts by
+    ``routing_key``, documents keep their request's."""
+    monkeypatch.setattr(io_struct, "_USE_PICKLE_IPC", False)
+
+    async def test(manager: Manager) -> None:
+        obj = _obj(routing_key="a", repair="query:.5")
+        task = await _prefilling(manager, obj)
+        for _ in range(2):
+            for each in manager.received()[1:]:
+                if each.rid in manager.rid_to_state and each.rid != "mine":
+                    await manager.finish(each.rid)
+            await _turns()
+        for each in manager.received():
+            each.wrap_pickle_fields()
+            read = io_struct.msgpack_decode(io_struct.msgpack_encode(each))
+            assert read.routing_key == "a"
+            marked = documents_of(read.sampling_params.custom_params, len(read.input_ids))
+            assert marked is None or [list(span) for span in marked.spans()] == SPANS
+        assert manager.received()[-1].rid == "mine" and marked is not None
+        await manager.finish("mine")
+        await task
 
     run(test)
 
