@@ -106,20 +106,23 @@ class Documents:
         return list(pairwise((self.start, *self.ends)))
 
 
-def documents_of(custom_params: object, length: int | None = None) -> Documents | None:
+def documents_of(
+    custom_params: object, length: int | None = None, flat: bool = True
+) -> Documents | None:
     """The documents that ``custom_params`` mark; None if they mark none.
 
-    A span is ``[start, end]`` in tokens, ``end`` excluded; ``[start, end, start, end, ...]`` without inner
-    lists means the same. Spans have no gaps between them and leave out the prompt's last token, which SGLang
-    always computes. ``length``: the prompt's number of tokens, None if
-    unknown. Raises ValueError for a wrong list, span, repair or base length; the message names the fault.
+    A span is ``[start, end]`` in tokens, ``end`` excluded. Spans have no gaps between them and leave out the
+    prompt's last token, which SGLang always computes. ``length``: the prompt's number of tokens, None if
+    unknown. ``flat``: whether the list may be ``[start, end, start, end, ...]``, as the plugin sends it to
+    schedulers; clients' numbers may be those of messages. Raises ValueError for a wrong list, span, repair or
+    base length; the message names the fault.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
     spans = custom.get(KEY)
     repair = custom.get(REPAIR_KEY, "none")
     if spans is None:
         return None
-    if isinstance(spans, list) and _is_flat(spans):
+    if flat and isinstance(spans, list) and _is_flat(spans):
         spans = [*zip(spans[::2], spans[1::2], strict=True)]
     if not isinstance(spans, Sequence) or isinstance(spans, str) or not 1 <= len(spans) <= MOST:
         got = f"{len(spans)} entries" if isinstance(spans, list) else _brief(spans)

@@ -199,7 +199,7 @@ async def _behind_documents(
     if obj.routed_dp_rank is None and ranks > 1:
         # Send documents and request to one replica, because each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
-    documents = marks.documents_of(custom, _verified_length(manager, obj, prompt))
+    documents = marks.documents_of(custom, _verified_length(manager, obj, prompt), flat=False)
     assert documents is not None
     # Without inner lists, which SGLang's msgpack between processes does not read (SGLANG_USE_PICKLE_IPC=0).
     custom[marks.KEY] = [bound for span in documents.spans() for bound in span]

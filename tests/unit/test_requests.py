@@ -216,6 +216,8 @@ def test_a_long_base_before_many_documents_is_refused() -> None:
 def test_spans_may_be_bounds_in_turns() -> None:
     nested = documents_of({"documents": [[4, 12], [12, 20]]})
     assert nested is not None and documents_of({"documents": [4, 12, 12, 20]}) == nested
+    with pytest.raises(ValueError, match=r"documents\[0\] must be \[start, end\]"):
+        documents_of({"documents": [4, 12, 12, 20]}, flat=False)
     for wrong in ([4, 12, 12], [4, 12, 13, 20], [4, 12, True, 20], [4] * 1026, [12, 4]):
         with pytest.raises(ValueError, match="custom_params: documents"):
             documents_of({"documents": wrong})
