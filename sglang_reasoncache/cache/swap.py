@@ -96,14 +96,11 @@ def swapped_of(req: Request | None) -> Swapped | None:
 
 
 def copied_of(req: Request) -> int:
-    """Number of positions of a retracted request whose KV is on the host: in our copy or, on the decode server
-    of a PD pair, in SGLang's."""
+    """Number of positions of a retracted request whose KV our copy on the host has. What SGLang copies on the
+    decode server of a PD pair does not count: fewer retractions ran as many requests there, with a shorter
+    wait for the slowest (docs/benchmarks.md)."""
     swapped = swapped_of(req)
-    if swapped is not None:
-        return swapped.length
-    return (
-        0 if req.kv.retraction_backup is None else len(req.origin_input_ids) + len(req.output_ids)
-    )
+    return 0 if swapped is None else swapped.length
 
 
 class Restored(NamedTuple):

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED
+from sglang_reasoncache.compat.carriers import SWAPPED
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin import disaggregation, hooks
@@ -53,13 +54,16 @@ class _Beam(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-def request(tokens: int, backup: object = None) -> Any:
-    return SimpleNamespace(
+def request(tokens: int, copied: int = 0) -> Any:
+    made = SimpleNamespace(
         beam_group=None,
         origin_input_ids=[0] * tokens,
         output_ids=[],
-        kv=SimpleNamespace(retraction_backup=backup),
+        kv=SimpleNamespace(),
     )
+    if copied:
+        setattr(made, SWAPPED, SimpleNamespace(length=copied, is_valid=True))
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +152,7 @@ def test_admission_learns_from_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reserved(stock) / lower == pytest.approx((lower / 128) ** (12 / 40))
     retract = hooks._contained(None, hooks._after_retracted)
     lower = reserved(stock)
-    retract(([request(300, backup=object())], 0.5, []), None)
+    retract(([request(300, copied=300)], 0.5, []), None)
     slightly = reserved(stock)
     retract(([request(300)], 0.5, []), None)
     assert lower < slightly < reserved(stock) / 1.4
