@@ -241,7 +241,7 @@ class Memory:
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
         """Evicts again the positions that were evicted before a retraction. Then evicts each page that
         ``evictions`` cover, except pages of the tree, evicted pages, the page of the newest position, and
-        pages that are linked to a page that stays."""
+        pages that are linked to a page that stays (at page size 1: name a slot of a position that stays)."""
         protected = track.req.kv.cache_protected_len
         page = self.world.page
         lowest = protected
@@ -257,7 +257,9 @@ class Memory:
             whole = range(at, at + page)
             if at >= lowest and asked.issuperset(whole):
                 chosen.update(whole)
-        self._evicted(track, chosen)
+        # A position that names a slot of one that stays would free nothing.
+        stay = {shown for at, shown in enumerate(track.shows) if at not in chosen}
+        self._evicted(track, {at for at in chosen if page > 1 or track.shows[at] not in stay})
         track.exact = track.exact and EVICTED not in track.shows
 
     def _evicted(self, track: Track, positions: set[int]) -> None:
