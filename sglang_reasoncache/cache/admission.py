@@ -93,7 +93,9 @@ class SharingBudget(compat.PrefillBudget):
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + self._promise.reserved(total_tokens - now, 1)
         if chunk_limit is not None:
-            needed += self._decoded_between_chunks(extend_input_len, chunk_limit)
+            needed += self._decoded_between_chunks(
+                extend_input_len, chunk_limit, total_tokens - now
+            )
         fits, chunk_limit = super().check_prefill(
             extend_input_len=extend_input_len,
             total_tokens=needed,
@@ -104,9 +106,11 @@ class SharingBudget(compat.PrefillBudget):
         fits = fits and not self._put_off and self._reclaim(now)
         return (True, chunk_limit) if fits else self._refuse()
 
-    def _decoded_between_chunks(self, tokens: int, chunk_limit: int) -> float:
+    def _decoded_between_chunks(self, tokens: int, chunk_limit: int, output: int) -> float:
         """Slots that running requests may take between the chunks of a prompt of ``tokens``, beyond those that
-        are reserved for them. ``chunk_limit``: what other prompts leave of this pass for its first chunk."""
+        are reserved. ``chunk_limit``: what other prompts leave of this pass for its first chunk. ``output``:
+        what SGLang would reserve for the prompt's own output, which running requests may take meanwhile: SGLang
+        cannot retract the prompt between two chunks, and ends the last running request instead."""
         schedule = compat.get_schedule()
         steps = max(schedule.prefill_decode_interval or 0, min(self._mixed, 1))
         chunk = max((schedule.chunked_prefill_size or 0) - self._mixed, chunk_limit, 1)
@@ -115,11 +119,14 @@ class SharingBudget(compat.PrefillBudget):
             return 0
         future = max(self.total_offset - self.current_offset, 0)
         reserved = self._promise.reserved(future, self._requests)
+        reserved += self._promise.reserved(output, 1)
         # SGLang has slots for two steps ahead. With speculation, a step gives a request several tokens, and
         # the request holds the slots ahead whatever it is given.
         ahead = compat.get_alloc_reserve_per_decode()
         most = ahead // 2
-        decoded = min(future, pauses * steps * most * self._requests)
+        # A request takes whole pages, one more if it begins in the middle of a page.
+        each = self.ceil_paged_tokens(pauses * steps * most) + (self.page_size > 1) * self.page_size
+        decoded = min(future + output, each * self._requests)
         return max(decoded + (most > 1) * ahead * self._requests - reserved, 0)
 
     def prepare_load_back(

@@ -76,6 +76,7 @@ def build(monkeypatch: pytest.MonkeyPatch, stock: Any, **settings: Any) -> None:
     """Let SGLang build the allocator ``stock`` in a server with the plugin, which keeps nothing on the host."""
     args = SimpleNamespace(_reasoncache_config=ReasonCacheConfig(**{"host_swap_gb": 0, **settings}))
     args.disaggregation_mode = "null"
+    args.max_queued_requests = None
     args.enable_hierarchical_cache = False
     monkeypatch.setattr("sglang_reasoncache.config.config_of", lambda _: args._reasoncache_config)
     monkeypatch.setattr("sglang_reasoncache.compat.get_server_args", lambda: args, raising=False)
@@ -224,3 +225,15 @@ def test_while_beams_run_admission_is_sglangs(monkeypatch: pytest.MonkeyPatch) -
     assert unshared.promise() is NOTHING_PROMISED
     ended.append(True)
     assert unshared.promise().ahead > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "mode", "credit"), [(None, "null", 1.0), (4, "null", 0.0), (4, "decode", 1.0)]
+)
+def test_where_a_full_queue_ends_retracted_requests_admission_is_sglangs(
+    limit: int | None, mode: str, credit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ends a retracted request that finds the queue full, in the middle of its response."""
+    args = SimpleNamespace(max_queued_requests=limit, disaggregation_mode=mode)
+    monkeypatch.setattr("sglang_reasoncache.compat.get_server_args", lambda: args, raising=False)
+    assert hooks._for_limited_queue(ReasonCacheConfig()).admission_credit == credit
