@@ -11,7 +11,12 @@ from sglang_reasoncache.arguments import CALLED, SET, flag_of, kind_of, value_of
 from sglang_reasoncache.compat.carriers import CONFIG
 from sglang_reasoncache.custom_params import repair_of
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS
-from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
+from sglang_reasoncache.filter.settings import (
+    LONGEST_OF_RUNS,
+    LONGEST_STEP,
+    PRESETS,
+    FilterConfig,
+)
 from sglang_reasoncache.policy_options import PolicyChoice, PolicyError
 from sglang_reasoncache.registry import BUILT_IN
 
@@ -148,7 +153,9 @@ class ReasonCacheConfig:
     admission_credit: float = _setting(
         1.0,
         "Largest fraction of SGLang's reservation of slots for future output that admission may leave out. "
-        "It learns how much to reserve from retractions. 0: reserve as SGLang does.",
+        "It learns how much to reserve from retractions. 0: reserve as SGLang does. It is 0 "
+        "with --max-queued-requests, except on the decode server of a PD pair: SGLang ends a retracted request "
+        "that finds the queue full.",
         bounds=(0, 1),
     )
     host_swap_gb: float | None = _setting(
@@ -208,8 +215,8 @@ class ReasonCacheConfig:
     )
     max_step_tokens: int | None = _setting(
         None,
-        "A reasoning step is cut after this number of tokens. If unset, after 128 with match=runs, after 1024 "
-        "otherwise, or after block if that is more.",
+        "A reasoning step is cut after this number of tokens. If unset, after "
+        f"{LONGEST_OF_RUNS} with match=runs, after {LONGEST_STEP} otherwise, or after block if that is more.",
         bounds=(16, 65_536),
     )
     max_history_steps: int = _setting(

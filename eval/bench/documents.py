@@ -99,8 +99,8 @@ class Tasks:
         self._prose = prose()
 
     def rows(self, task: str, count: int) -> Iterator[dict[str, Any]]:
-        make = {"distinct": self.distinct, "rivals": self.rivals, "few-shot": self.few_shot}
-        make |= {"two-hop": self.two_hop}
+        make = {"distinct": self.distinct, "rivals": self.rivals}
+        make |= {"two-hop": self.two_hop, "few-shot": self.few_shot}
         for number in range(-(-count // _QUESTIONS)):
             documents, questions = make.get(task, self.repeat)()
             system = _SYSTEM if task != "few-shot" else "Label the last word as in the examples."

@@ -25,49 +25,32 @@ class ForcedTokens(CustomLogitProcessor):
     ) -> torch.Tensor:
         """Changes ``logits`` in place; their shape is ``[requests, vocabulary]``."""
         _force_verifications()
-        rows = []
-        tokens = []
-        for row, params in enumerate(custom_param_list or ()):
-            request = params["__req__"]
-            place = request.kv.kv_committed_len - len(request.origin_input_ids)
-            forced = params[FORCED]
-            if 0 <= place < len(forced):
-                rows.append(row)
-                tokens.append(forced[place])
-        _force(logits, rows, tokens)
+        params = custom_param_list or ()
+        force(logits, params, [each["__req__"].kv.kv_committed_len for each in params])
         return logits
 
 
-def _force(logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
-    """Make every token of ``rows`` impossible, except that row ``rows[i]`` has ``tokens[i]``."""
+def force(
+    logits: torch.Tensor, params: Sequence[dict[str, Any] | None], ends: Sequence[int]
+) -> None:
+    """Make every token impossible, in place, except the recorded one where a record goes on.
+
+    Args:
+        logits: ``[rows, vocabulary]``.
+        params: For each row, ``custom_params`` of its request.
+        ends: For each row, how many tokens of its request, prompt included, are before the token to decide on.
+    """
+    rows = []
+    tokens = []
+    for row, (mine, end) in enumerate(zip(params, ends, strict=True)):
+        forced = (mine or {}).get(FORCED, ())
+        place = end - len(mine["__req__"].origin_input_ids) if mine and forced else -1
+        if 0 <= place < len(forced):
+            rows.append(row)
+            tokens.append(forced[place])
     if rows:
         logits[rows] = float("-inf")
         logits[rows, tokens] = 0.0
-
-
-def force_drafts(
-    logits: torch.Tensor, positions: Sequence[int], params: Sequence[dict[str, Any] | None]
-) -> None:
-    """Change the logits of a verification in place, so that it accepts the drafts that agree with the record.
-
-    Args:
-        logits: ``[requests * drafts, vocabulary]``.
-        positions: The position of each drafted token, ``[requests * drafts]``. Of a tree, drafts of one depth
-            have one position.
-        params: ``custom_params`` of each request.
-    """
-    drafts = len(logits) // max(len(params), 1)
-    rows = []
-    tokens = []
-    for row, position in enumerate(positions):
-        mine = params[row // drafts] or {}
-        forced = mine.get(FORCED, ())
-        if forced:
-            place = position + 1 - len(mine["__req__"].origin_input_ids)
-            if 0 <= place < len(forced):
-                rows.append(row)
-                tokens.append(forced[place])
-    _force(logits, rows, tokens)
 
 
 @functools.cache
@@ -83,8 +66,10 @@ def _force_verifications() -> None:
     ) -> Any:
         params = batch.sampling_info.custom_params
         if params and not batch.forward_mode.is_idle():
-            positions = verify_input.positions.tolist()
-            force_drafts(logits_output.next_token_logits, positions, params)
+            # Drafts of one depth have one position, also in trees.
+            ends = [position + 1 for position in verify_input.positions.tolist()]
+            of_drafts = [each for each in params for _ in range(len(ends) // len(params))]
+            force(logits_output.next_token_logits, of_drafts, ends)
         return verify(verify_input, batch, logits_output, *others, **named)
 
     # The workers have imported the function by name.

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import logging
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.swap import copied_of
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
-from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of
 from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin import routes
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.disaggregation import PreallocAdmission
     from sglang_reasoncache.plugin.server import ServerParts
     from sglang_reasoncache.plugin.unshared import Unshared
-
-logger = logging.getLogger(__name__)
 
 #: The plugin's parts in a scheduler process; None in other processes, and where nothing can be shared.
 _server: ServerParts | None = None
@@ -150,7 +145,12 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
     Where KV cannot be shared, SGLang's allocator stays. Raises ValueError then if a policy is to evict or
     select, or keys must be corrected."""
     from sglang_reasoncache.config import config_of
-    from sglang_reasoncache.plugin.server import ServerParts, check_build, dp_rank
+    from sglang_reasoncache.plugin.server import (
+        ServerParts,
+        check_build,
+        dp_rank,
+        for_limited_queue,
+    )
     from sglang_reasoncache.plugin.unshared import Unshared
 
     global _server, _unshared
@@ -162,8 +162,8 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
     if config is None:
         # This server runs without the plugin; an earlier server in this process installed the hooks.
         return None
+    config = for_limited_queue(config)
     check_build(config)
-    config = _for_limited_queue(config)
     try:
         _server = ServerParts(config, result)
     except CannotShare as error:
@@ -172,21 +172,6 @@ def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> An
         _unshared = Unshared(config, result, str(error), dp_rank())
         return None
     return _server.allocator
-
-
-def _for_limited_queue(config: ReasonCacheConfig) -> ReasonCacheConfig:
-    """With ``--max-queued-requests`` SGLang ends a retracted request that finds the queue full, so admission
-    keeps SGLang's reserve, with which it hardly retracts. On the decode server of a PD pair retracted requests
-    have a queue of their own."""
-    args = compat.get_server_args()
-    limited = args.max_queued_requests is not None and args.disaggregation_mode != "decode"
-    if not limited or config.admission_credit == 0:
-        return config
-    logger.warning(
-        "reasoncache: admission_credit is 0: with --max-queued-requests SGLang ends a request that it retracts "
-        "while the queue is full, so admission reserves what SGLang reserves"
-    )
-    return dataclasses.replace(config, admission_credit=0.0)
 
 
 def _make_tree(context: TreeCacheBuildContext) -> Any:

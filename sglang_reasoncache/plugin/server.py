@@ -502,6 +502,21 @@ def _first(reasons: Mapping[str, bool]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def for_limited_queue(config: ReasonCacheConfig) -> ReasonCacheConfig:
+    """With ``--max-queued-requests`` SGLang ends a retracted request that finds the queue full, so admission
+    keeps SGLang's reserve, with which it hardly retracts. On the decode server of a PD pair retracted requests
+    have a queue of their own."""
+    args = compat.get_server_args()
+    limited = args.max_queued_requests is not None and args.disaggregation_mode != "decode"
+    if not limited or config.admission_credit == 0:
+        return config
+    logger.warning(
+        "reasoncache: admission_credit is 0: with --max-queued-requests SGLang ends a request that it retracts "
+        "while the queue is full, so admission reserves what SGLang reserves"
+    )
+    return dataclasses.replace(config, admission_credit=0.0)
+
+
 def check_build(config: ReasonCacheConfig) -> None:
     """Raise ValueError on all tensor-parallel ranks unless all run the same build with the same settings of the
     operator. All call this together, before they exchange anything else, which another build might do in

@@ -20,9 +20,7 @@ from eval.tasks.harness import EvalTask, Source, TaskError
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
 from tests.eval.peer import ask_all, write_rows
-
-#: Loads stand-ins for SGLang's operations on drafted tokens.
-SPECULATING = str(Path(__file__).parents[1] / "server" / "speculating")
+from tests.server.specs import beside_ours
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +125,7 @@ def test_replay_over_retractions(recorded: Path, tmp_path: Path, drafts: str) ->
         Request(p.id, p.messages[0]["content"], {**p.body, "max_tokens": p.max_tokens})
         for p in task.problems
     ]
-    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64", "PYTHONPATH": SPECULATING}
+    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64", "PYTHONPATH": beside_ours("speculating")}
     with ServerProcess(CHECKPOINT, flags=flags, env=env, log_path=tmp_path / "log") as server:
         responses = ask_all(server.url, MODEL_NAME, requests)
         totals = server.get("/reasoncache").json()["schedulers"][0]["totals"]

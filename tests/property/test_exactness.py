@@ -21,7 +21,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_reasoncache.cache.tree.base import first_shared
 from sglang_reasoncache.custom_params import takes_part
 from sglang_reasoncache.filter.process import FilterProcess
-from tests.property.test_groups import RandomMeter, contents
+from tests.property.test_groups import RandomMeter
 from tests.property.test_memory import explore
 from tests.property.test_scheduling import SchedulingMachine, counted, machine_of
 from tests.property.world import NOTHING, Setup, World
@@ -106,11 +106,11 @@ class ExactMachine(SchedulingMachine):
         world = self.world
         end = req.kv.kv_committed_len
         start = end - len(slots)
-        tokens, paths = self._tokens(req, end)
+        paths = self._paths(req, end)
         read = world.held()[world.row(req)[:start]].tolist()
         assert all(index > 0 for index in read), "reads a slot that nobody wrote"
         exact = all(world.written[i].path == p for i, p in zip(read, paths, strict=False))
-        shown = contents(tokens, req.cache_salt)
+        shown = self._shown(req, end)
         new = []
         for at in range(start, end):
             new.append(len(world.written))
@@ -120,9 +120,8 @@ class ExactMachine(SchedulingMachine):
         where = torch.as_tensor(slots).long()
         world.cached_at.positions[where] = torch.arange(start, end, dtype=torch.int32)
 
-    def _tokens(self, req: Req, end: int) -> tuple[list[int], list[int]]:
-        tokens = [*req.origin_input_ids, *req.output_ids][:end]
-        return tokens, self.world.paths(tokens, req.cache_salt)
+    def _paths(self, req: Req, end: int) -> list[int]:
+        return self.world.paths(self._tokens(req, end), req.cache_salt)
 
     # -- what an operator does while requests run --------------------------------------
 
@@ -171,7 +170,7 @@ class ExactMachine(SchedulingMachine):
     def _exact_request(self, req: Req, held: np.ndarray) -> None:
         end = req.kv.kv_committed_len
         found = self._read(held, self.world.row(req)[:end])
-        _, paths = self._tokens(req, end)
+        paths = self._paths(req, end)
         exact = [each.path == path for each, path in zip(found, paths, strict=True)]
         positions = [each.position for each in found]
         shared = first_shared(req, self.world.tree._host_row(req.kv))

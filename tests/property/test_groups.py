@@ -110,8 +110,10 @@ class GroupMachine(RuleBasedStateMachine):
         self.world.write(slots, self._shown(req, end)[end - len(slots) :])
 
     def _shown(self, req: Req, end: int) -> list[int]:
-        tokens = [*req.origin_input_ids, *req.output_ids][:end]
-        return contents(tokens, req.cache_salt)
+        return contents(self._tokens(req, end), req.cache_salt)
+
+    def _tokens(self, req: Req, end: int) -> list[int]:
+        return [*req.origin_input_ids, *req.output_ids][:end]
 
     def _prefill(self, req: Req) -> bool:
         world = self.world

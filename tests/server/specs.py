@@ -110,7 +110,7 @@ SWINGING = SHARED.having(
 ).for_long_runs()
 
 
-def _beside_ours(*folders: str) -> str:
+def beside_ours(*folders: str) -> str:
     """``PYTHONPATH`` of a server that also loads the plugins in ``folders``, which are beside this file."""
     paths = (*(str(_HERE / folder) for folder in folders), os.environ.get("PYTHONPATH"))
     return os.pathsep.join(filter(None, paths))
@@ -118,12 +118,12 @@ def _beside_ours(*folders: str) -> str:
 
 def _plugins(*folders: str) -> dict[str, str]:
     """The variable by which a server starts lean and loads the plugin ``faulty`` and those in ``folders``."""
-    return {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", *folders)))}
+    return {"PYTHONPATH": os.pathsep.join((str(LEAN_START), beside_ours("faulty", *folders)))}
 
 
 #: Loads two plugins. One makes a rank fail after a request with a special id. If WAITS is set, the other makes
 #: the scheduler wait until its filter process has found all repeats, so that sharing does not depend on timing.
-PLUGINS = _beside_ours("faulty")
+PLUGINS = beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 #: Shares pages of 16 when slots run short, under forced retractions.
@@ -190,7 +190,7 @@ EVICTING_PROMPTS_IN_TURN = EVICTING_PROMPTS.having(
     "in-turn", "--disable-overlap-schedule"
 ).for_long_runs()
 #: For a server on a GPU: loads a plugin that copies KV into each request's own slots instead of sharing slots.
-COPY = {"PYTHONPATH": _beside_ours("faulty", "copying")}
+COPY = {"PYTHONPATH": beside_ours("faulty", "copying")}
 #: Computes in fp32 and waits for the filter process, for exact comparisons. Shares only in reasoning.
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING

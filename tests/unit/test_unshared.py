@@ -17,7 +17,7 @@ from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.compat.carriers import SWAPPED
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.errors import CannotShare
-from sglang_reasoncache.plugin import disaggregation, hooks
+from sglang_reasoncache.plugin import disaggregation, hooks, server
 from sglang_reasoncache.plugin.server import ServerParts
 from sglang_reasoncache.plugin.unshared import Unshared
 
@@ -236,4 +236,4 @@ def test_where_a_full_queue_ends_retracted_requests_admission_is_sglangs(
     """SGLang ends a retracted request that finds the queue full, in the middle of its response."""
     args = SimpleNamespace(max_queued_requests=limit, disaggregation_mode=mode)
     monkeypatch.setattr("sglang_reasoncache.compat.get_server_args", lambda: args, raising=False)
-    assert hooks._for_limited_queue(ReasonCacheConfig()).admission_credit == credit
+    assert server.for_limited_queue(ReasonCacheConfig()).admission_credit == credit
