@@ -286,3 +286,36 @@ def test_what_decodes_between_chunks_finds_slots(
         adder = adder_of(world, [req], CHUNK + mixed, ratio=0.3, mixed=mixed)
         adder.add_chunked_req(new)
         assert adder.can_run_list == [new], "the chunk was put off"
+
+
+@pytest.mark.parametrize("length", [880, 960, 1040])
+def test_a_prompt_in_chunks_leaves_room_for_what_runs_between_them(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang cannot retract a prompt between two chunks. It ends the last running request instead."""
+    schedule = SimpleNamespace(prefill_decode_interval=22, chunked_prefill_size=64)
+    monkeypatch.setattr(admission.compat, "get_schedule", lambda: schedule)
+    monkeypatch.setattr("tests.property.world.MAX_CONTEXT", 4096)
+    world = World(Setup(page=1, block=4, slots=1280, when="short"), max_rows=4)
+    runs = world.start()
+    runs.sampling_params.max_new_tokens = 1000
+    req = world.request("new", range(5000, 5000 + length))
+    req.sampling_params.max_new_tokens = 256
+    req.init_next_round_input(world.tree)
+    adder = adder_of(world, [runs], 64)
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    while adder.can_run_list:
+        slots = world.extend(req)
+        world.write(slots, [1] * len(slots))
+        checkpoint_kv_cache(req, world.tree)
+        if req.extend_end == length:
+            break
+        for _ in range(22):
+            assert world.can_decode([runs]), "SGLang ends the running request"
+            world.step(runs)
+        req.init_next_round_input()
+        adder = adder_of(world, [runs], 64)
+        adder.add_chunked_req(req)
+    for each in (req, runs):
+        if each.kv.holds_kv:
+            world.abort(each)
