@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.filter TRACES`` measures the CPU time that the filter takes: for recorded responses
-with ``match=runs`` and ``match=steps``, and for hostile texts with ``match=runs``.
+with ``match=runs`` and ``match=steps``, and for hostile texts with ``match=runs``. Also, how much of
+recorded responses may share, with their blank lines and without, by where steps are cut.
 
 All times are CPU times of single threads, so other work on the machine hardly affects them."""
 
 import itertools
 import json
 import random
+import re
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,7 @@ from sglang_reasoncache.config import ReasonCacheConfig, filter_config
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.settings import LONGEST_OF_RUNS, LONGEST_STEP, FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 _REQUESTS = 32
@@ -122,6 +124,25 @@ def measure_hostile(rule: FilterConfig) -> dict[str, dict[str, float]]:
     return times
 
 
+def shared(
+    rule: FilterConfig, vocabulary: Vocabulary, streams: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Which part of a response's tokens may read other slots: at its end, and over its decode steps (the area
+    below this part, for 1 if all may from the beginning). Means over ``streams``."""
+    classes = TokenClasses(vocabulary)
+    figures = []
+    for tokens in streams:
+        request = RequestFilter(rule, classes, vocabulary, 0)
+        count = 0
+        area = 0
+        for at in range(0, len(tokens), _INTERVAL):
+            for proposal in request.push(tokens[at : at + _INTERVAL]):
+                count += rule.block * len(proposal.pairs)
+            area += _INTERVAL * count
+        figures.append({"end": count / len(tokens), "steps": 2 * area / len(tokens) ** 2})
+    return {name: float(mean) for name, mean in pd.DataFrame(figures).mean().items()}
+
+
 @dataclass(frozen=True)
 class Options:
     traces: Path = option(text="JSONL file, or folder of aime*.jsonl")
@@ -141,6 +162,13 @@ def work(options: Options) -> None:
         step_filter = FilterProcess(rule, vocabulary, max_pending=256)
         results[name] = measure(step_filter, streams)
         step_filter.shut_down()
+    solid = [tokenizer.encode(re.sub(r"\n[ \t\r]*\n+", "\n", text)) for text in texts]
+    for longest in (LONGEST_OF_RUNS, LONGEST_STEP):
+        rule = replace(rules["runs"], max_step_tokens=longest)
+        results[f"shared_cut_at_{longest}"] = {
+            "recorded": shared(rule, vocabulary, streams),
+            "without_blank_lines": shared(rule, vocabulary, solid),
+        }
     for age in _AGES:
         times = measure_hostile(replace(rules["runs"], min_age=age))
         slowest = sorted(times, key=lambda name: -times[name]["slowest"])
