@@ -115,15 +115,16 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
 def test_evicting(setup: Setup) -> None:
     world = World(setup)
     req = shared(world)
-    # Of the evicted positions, 20 to 23 read other slots, 12 to 15 are read by others, 24 to 27 neither.
-    world.evictor.waiting["r"] = [Eviction(at, 4) for at in (20, 12, 24)]
+    # Of the named positions, 20 to 23 read the slots of 8 to 11, 12 to 15 are read by others, which stay, and
+    # 24 to 27 neither.
+    world.evictor.waiting["r"] = [Eviction(at, 4) for at in (8, 20, 12, 24)]
     steps(world, req, count=4)
-    assert world.controller.report.slots_saved == 8 + 4
+    assert world.controller.report.slots_saved == 8 + 8
     world.retract(req)
     world.prefill(req)
     steps(world, req, count=6)
-    # At page sizes above 1, pages that name slots of the same pages are evicted only together.
-    assert world.controller.eviction.positions_now == (12 if setup.page == 1 else 4)
+    # Positions that name the same slots are evicted only together.
+    assert world.controller.eviction.positions_now == 12
     world.finish(req)
 
 
